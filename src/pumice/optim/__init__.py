@@ -1,6 +1,7 @@
 """Optimizers and what they need; torch alone."""
 
 from pumice.optim.groups import param_groups, routing
+from pumice.optim.sinkgd import SinkGD
 from pumice.optim.table import Routing
 
-__all__ = ["Routing", "param_groups", "routing"]
+__all__ = ["Routing", "SinkGD", "param_groups", "routing"]

@@ -1,0 +1,178 @@
+"""The manners of a torch optimizer, written once for all optimizers here: groups, state, closures, unfit gradients."""
+
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from pumice.optim.batch import Batch, Member, batches
+from pumice.optim.compiling import compiler_works
+from pumice.optim.sharding import any_rank, to_local
+
+COMPILE_FROM = 1 << 23  # parameters: below, compiling takes longer than it saves
+
+
+def check_number(name: str, value: float, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Raise ValueError unless ``value`` is a finite number in [low, high), or in (low, high) if ``open_low``."""
+    bounds = f"{'(' if open_low else '['}{low}, {high})"
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        raise TypeError(f"{name} must be a number in {bounds}, got {value!r}")
+    number = float(value)
+    if not (number > low or (number == low and not open_low)) or not number < high:
+        raise ValueError(f"{name} must be in {bounds}, got {number}")
+
+
+class MatrixOptimizer(Optimizer):
+    """Base of the optimizers: subclasses say which update a parameter gets and what state it keeps.
+
+    Attributes:
+        nonfinite: ``"error"`` or ``"skip"``.
+        compile: whether kernels are compiled; None decides by size and by whether a compiler is at hand.
+        skipped: number of skipped updates by parameter name, since construction.
+    """
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], *, nonfinite: str = "error", compile: bool | None = None
+    ) -> None:
+        if nonfinite not in ("error", "skip"):
+            raise ValueError(f"nonfinite must be 'error' or 'skip', got {nonfinite!r}")
+        self.nonfinite = nonfinite
+        self.compile = compile
+        self.skipped: dict[str, int] = {}
+        super().__init__(params, defaults)
+
+    @abstractmethod
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError or TypeError if an option of ``group`` is out of range."""
+
+    @abstractmethod
+    def _prepare(self, member: Member) -> type[Batch]:
+        """Create the state that ``member`` lacks and return the kind of its update."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does, its options checked first."""
+        self._check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.is_complex():
+                self.param_groups.pop()
+                raise TypeError(f"{type(self).__name__} trains real parameters only, got one of {parameter.dtype}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"nonfinite": self.nonfinite, "compile": self.compile, "skipped": dict(self.skipped)}
+        return {**super().__getstate__(), **own}
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss; called once, with gradients enabled.
+
+        Returns:
+            The loss of ``closure``, or None.
+
+        Raises:
+            FloatingPointError: a gradient is not finite and ``nonfinite`` is ``"error"``; no parameter has changed.
+            ValueError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        kinds = [(self._prepare(member), member) for member in self._members()]
+        present = [(kind, member) for kind, member in kinds if member.parameter.grad is not None]
+        if present and not self._only_makes_state([member for _, member in present]):
+            self._update(present)
+        return loss
+
+    def _members(self) -> Iterator[Member]:
+        """Yield every parameter that can train, with or without a gradient: each gets state, as checkpoints expect."""
+        numbers = count()
+        for index, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
+            for name, parameter in zip(names, group["params"], strict=True):
+                number = next(numbers)
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    raise ValueError(
+                        f"{type(self).__name__} needs dense gradients, got a sparse one for {name}; "
+                        "set sparse=False where the module is made"
+                    )
+                if parameter.requires_grad:
+                    transposed = group.get("transposed", False)
+                    yield Member(parameter, group, self.state[parameter], name, number, transposed)
+
+    def _only_makes_state(self, members: list[Member]) -> bool:
+        """Recognise the step with zero gradients and lr 0 by which torch.distributed.checkpoint creates state."""
+        return all(float(group["lr"]) == 0 for group in self.param_groups) and not any(
+            bool(member.gradient.any()) for member in members
+        )
+
+    def _compiles(self, members: list[Member]) -> bool:
+        if self.compile is not None:
+            return self.compile
+        size = sum(member.weight.numel() for member in members)
+        return size >= COMPILE_FROM and compiler_works(members[0].weight.device)
+
+    def _update(self, kinds: list[tuple[type[Batch], Member]]) -> None:
+        local = [(kind, member) for kind, member in kinds]
+        work = list(batches(local, self._compiles([member for _, member in local])))
+        flagged = self._flagged([(batch, batch.measure()) for batch in work])
+        if flagged:
+            work = [batch for batch in work if batch not in flagged]
+            for batch in flagged:
+                work += self._fit(batch.split())
+        for batch in work:
+            batch.apply()
+
+    def _flagged(self, measured: list[tuple[Batch, Tensor]]) -> list[Batch]:
+        """Return the batches with a flag on any rank; one reduction per mesh and one look per device."""
+        by_place: dict[Any, list[tuple[Batch, Tensor]]] = {}
+        for batch, flags in measured:
+            parameter = batch.members[0].parameter
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_place.setdefault((mesh, flags.device), []).append((batch, flags.any()))
+        flagged: list[Batch] = []
+        for pairs in by_place.values():
+            flags = any_rank(torch.stack([flag for _, flag in pairs]), pairs[0][0].members[0].parameter)
+            flagged += [batch for (batch, _), flag in zip(pairs, flags.tolist(), strict=True) if flag]
+        return flagged
+
+    def _fit(self, singles: list[Batch]) -> list[Batch]:
+        """Return those batches of one member whose gradient is finite; raise or count the others."""
+        unfit = self._flagged([(batch, batch.remeasure()) for batch in singles])
+        for batch in unfit:
+            (member,) = batch.members
+            message = f"the gradient of {member.name}, shape {tuple(member.parameter.shape)}, is not finite"
+            if self.nonfinite == "error":
+                raise FloatingPointError(
+                    f"{message} (update {member.step}); no parameter was changed. Lower the learning rate, or pass "
+                    "nonfinite='skip' to leave such a parameter out of an update"
+                )
+            self.skipped[member.name] = self.skipped.get(member.name, 0) + 1
+            warnings.warn(f"{message}: its update is skipped", stacklevel=5)
+        return [batch for batch in singles if batch not in unfit]
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned; unlike torch's, state keeps the dtype that it was saved in."""
+        super().load_state_dict(dict(state_dict))
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        for saved_id, parameter in zip(saved_ids, own, strict=True):
+            saved = state_dict["state"].get(saved_id, {})
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and key != "step":
+                    device = to_local(parameter).device
+                    self.state[parameter][key] = value.detach().clone().to(device)

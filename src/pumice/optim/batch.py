@@ -1,0 +1,156 @@
+"""What every optimizer here shares: parameters with their gradients, gathered into batches that are updated together.
+
+An update has two halves. ``measure`` computes from the gradients whatever the update needs and flags the members whose
+gradient looks unfit, ``apply`` changes weights and state. Between them the optimizer looks at all flags at once, so
+that a non-finite gradient is known before any weight has changed, at the price of one synchronisation with the device.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pumice.optim.compiling import compiled
+from pumice.optim.rounding import stream_key, uniforms
+from pumice.optim.sharding import align_gradient, global_indices, to_local
+
+STACK_BYTES = 1 << 20  # equal tensors smaller than this share one call
+_STACK_LIMIT = 32 << 20  # bytes of one stack
+
+
+@dataclass
+class Member:
+    """One parameter in one update."""
+
+    parameter: Tensor  # as it stands in the parameter group: a DTensor if it is sharded
+    group: dict[str, Any]
+    state: dict[str, Any]
+    name: str  # for messages
+    number: int  # position in the optimizer
+    transposed: bool = False  # stored [in, out]: rows and columns change places
+
+    def matrix(self, like_parameter: Tensor) -> Tensor:
+        """View the local part of a tensor of the parameter's shape as a matrix (..., m, n), rows being outputs."""
+        local = to_local(like_parameter)
+        matrix = local if local.ndim >= 2 else local.view(1, -1)
+        return matrix.mT if self.transposed else matrix
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """The parameter as :meth:`matrix`."""
+        return self.matrix(self.parameter.detach())
+
+    @cached_property
+    def gradient(self) -> Tensor:
+        """The gradient as :meth:`matrix`, placed as the parameter is."""
+        assert self.parameter.grad is not None
+        local = align_gradient(self.parameter.grad, self.parameter)
+        return self.matrix(local if local.ndim >= 2 else local.contiguous())
+
+    @property
+    def axes(self) -> tuple[int, int]:
+        """Output and input axis of the stored parameter."""
+        return (-1, -2) if self.transposed else (-2, -1)
+
+    @property
+    def step(self) -> int:
+        """Number of the update, from 1."""
+        return int(self.state["step"]) + 1
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the weight is rounded stochastically."""
+        return bool(self.group["stochastic_rounding"]) and self.parameter.dtype == torch.bfloat16
+
+    def rounding_indices(self) -> tuple[Tensor, Tensor]:
+        """Return global row numbers (..., m), leading axes counted in, and column numbers (n,)."""
+        if self.parameter.ndim < 2:
+            row = torch.zeros(1, dtype=torch.int64, device=self.weight.device)
+            return row, global_indices(self.parameter, 0) if self.parameter.ndim else row
+        out_axis, in_axis = self.axes
+        rows = torch.zeros((), dtype=torch.int64, device=self.weight.device)
+        for axis in (*range(self.parameter.ndim - 2), out_axis):
+            rows = rows.unsqueeze(-1) * self.parameter.shape[axis] + global_indices(self.parameter, axis)
+        return rows, global_indices(self.parameter, in_axis)
+
+
+class Batch(ABC):
+    """Parameters of one group and, if several, of one shape, that go through an update together."""
+
+    stackable = True  # whether equal small members may share one update
+
+    def __init__(self, members: list[Member], compile: bool) -> None:
+        self.members = members
+        self.group = members[0].group
+        self.compile = compile
+
+    @abstractmethod
+    def measure(self) -> Tensor:
+        """Prepare the update; return one flag per member: its gradient is not finite, or needs ``remeasure``."""
+
+    @abstractmethod
+    def remeasure(self) -> Tensor:
+        """Prepare the update of a gradient that was flagged; return one flag per member: it is not finite."""
+
+    @abstractmethod
+    def apply(self) -> None:
+        """Change weights and state."""
+
+    def split(self) -> list["Batch"]:
+        """Return one batch per member."""
+        return [type(self)([member], self.compile) for member in self.members]
+
+    def run(self, kernel: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a kernel, compiled if this batch compiles."""
+        return (compiled(kernel, *arguments) if self.compile else kernel)(*arguments)
+
+    def gather(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Return the members' tensors as one: the tensor itself, or a stack along a new first axis."""
+        parts = list(tensors)
+        return parts[0] if len(parts) == 1 else torch.stack(parts)
+
+    def scatter(self, values: Tensor, targets: Iterable[Tensor]) -> None:
+        """Copy what ``gather`` made back to the members' tensors."""
+        into = list(targets)
+        if len(into) > 1:
+            torch._foreach_copy_(into, list(values.unbind(0)))
+        elif values is not into[0]:
+            into[0].copy_(values)
+
+    def numbers(self, values: list[float]) -> Tensor:
+        """Return numbers that differ from step to step as a tensor, in the dtype of the update."""
+        weight = self.members[0].weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return torch.tensor(values, dtype=dtype).to(weight.device, non_blocking=True)
+
+    def uniforms(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return random numbers for rounding, (..., m) and (..., n) with the weight's leading axes, or None twice."""
+        first = self.members[0]
+        if not first.rounds:
+            return None, None
+        keys = torch.tensor([stream_key(member.group["seed"], member.step, member.number) for member in self.members])
+        rows, cols = first.rounding_indices()
+        keys = keys.view(-1, *[1] * rows.ndim) if len(self.members) > 1 else keys
+        row_random, col_random = self.run(uniforms, rows, cols, keys.to(rows.device, non_blocking=True))
+        return row_random, col_random.expand(*row_random.shape[:-1], cols.shape[-1])
+
+
+def batches(members: Iterable[tuple[type[Batch], Member]], compile: bool) -> Iterator[Batch]:
+    """Sort members into batches: small equal ones together, the others alone."""
+    alike: dict[Any, list[Member]] = {}
+    for kind, member in members:
+        weight, gradient = member.weight, member.gradient
+        size = weight.numel() * weight.element_size()
+        key: Any = (kind, member.number)
+        if kind.stackable and size < STACK_BYTES and to_local(member.parameter) is member.parameter:
+            key = (kind, id(member.group), weight.shape, weight.dtype, gradient.dtype, weight.device, member.step)
+        alike.setdefault(key, []).append(member)
+    for (kind, *_), group in alike.items():
+        size = group[0].weight.numel() * max(4, group[0].weight.element_size())
+        run = max(1, _STACK_LIMIT // max(1, size))
+        for start in range(0, len(group), run):
+            yield kind(group[start : start + run], compile)

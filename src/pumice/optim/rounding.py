@@ -1,0 +1,90 @@
+"""Stochastic rounding of float32 values to bfloat16 weights.
+
+A bfloat16 weight keeps 8 significant bits, so an update smaller than about 1/256 of the weight is lost when it is
+rounded to nearest. Rounding to either neighbour at random, in proportion to how near it is, makes the expected weight
+exact.
+
+The random number of an element is (α_i + β_j) mod 1, where α belongs to its row and β to its column and both are
+hashes of (seed, step, parameter, global index): no generator state has to be kept, and replicas, resumed runs and
+re-sharded runs draw the same bits. Any two elements of a matrix draw independently of each other, which is all that the
+expectation and the variance of a sum of rounding errors depend on; hashing m + n indices instead of m·n keeps integer
+arithmetic out of the update's inner loop.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+_BITS = 16  # of randomness: as many as float32 has more than bfloat16, so the probabilities are exact
+
+
+def _splitmix64(*words: int) -> int:
+    z = 0
+    for word in words:
+        z = ((z ^ (word & _MASK64)) + 0x9E3779B97F4A7C15) & _MASK64
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+        z ^= z >> 31
+    return z
+
+
+def stream_key(seed: int, step: int, parameter: int) -> int:
+    """Hash the optimizer's seed, the number of the update and the position of the parameter to 63 bits."""
+    return _splitmix64(seed, step, parameter) >> 1
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Scramble int64 values below 2^32 so that every input bit reaches every output bit (a 32-bit finaliser)."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _hash(indices: Tensor, key: Tensor) -> Tensor:
+    mixed = _mix(_mix((indices ^ key) & 0xFFFFFFFF) ^ (((indices ^ key) >> 32) & 0xFFFFFFFF))
+    return (mixed >> (32 - _BITS)).to(torch.float32) * 2.0**-_BITS
+
+
+def uniforms(rows: Tensor, cols: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Hash global indices to the random numbers of rows and columns, multiples of 2^-16 in [0, 1).
+
+    Args:
+        rows: int64, (..., m): global row numbers, leading axes counted in.
+        cols: int64, (n,): global column numbers.
+        keys: int64, broadcastable to (..., 1): see :func:`stream_key`.
+
+    Returns:
+        float32 tensors of shapes (..., m) and (..., n), as :func:`stochastic_round` takes them.
+    """
+    return _hash(rows, keys), _hash(cols, ~keys)
+
+
+def _to_8_bits(x: Tensor) -> Tensor:
+    """Round float32 values below 2^110 to the nearest that has 8 significant bits, in float arithmetic.
+
+    x + 2^16·x has its last bit where a bfloat16 of x's size has it, and 2^16·x is exact, so that neither a fused
+    multiply-add nor a compiler that drops casts to bfloat16 and back changes the result.
+    """
+    shifted = x * 65536.0
+    return (x + shifted) - shifted
+
+
+def stochastic_round(values: Tensor, row_uniforms: Tensor, col_uniforms: Tensor) -> Tensor:
+    """Round float32 values to one of their two bfloat16 neighbours, with the given randomness.
+
+    Args:
+        values: float32, shape (..., m, n). Above 2^110, not finite or subnormal, they are not rounded stochastically.
+        row_uniforms: float32, shape (..., m): see :func:`uniforms`.
+        col_uniforms: float32, shape (..., n).
+
+    Returns:
+        float32 tensor whose values are exact in bfloat16, but for the exceptions above.
+    """
+    uniform = row_uniforms.unsqueeze(-1) + col_uniforms.unsqueeze(-2)
+    uniform = uniform - uniform.floor()
+    near = _to_8_bits(values)
+    error = values - near
+    # A bfloat16 is M·2^k with 128 ≤ M < 256. Moving it by 1/200 moves M by 0.64 to 1.28, which rounds to the neighbour.
+    far = _to_8_bits(near + torch.where(error > 0, 0.005, -0.005) * near.abs())
+    rounded = torch.where(uniform * (far - near).abs() < error.abs(), far, near)
+    return torch.where(values.abs() < 2.0**110, rounded, values)

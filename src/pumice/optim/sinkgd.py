@@ -1,0 +1,343 @@
+"""SinkGD: stateless updates from the balanced gradient (arXiv 2502.06742), and AdamW for what is not balanced."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pumice.optim.adamw import AdamW8bitBatch, AdamWBatch, moment
+from pumice.optim.base import MatrixOptimizer, check_number
+from pumice.optim.batch import Batch, Member
+from pumice.optim.groups import param_groups
+from pumice.optim.rounding import stochastic_round, stream_key, uniforms
+from pumice.optim.sharding import axis_sum, to_local, vector_like
+from pumice.optim.sinkhorn import (
+    accumulation_dtype,
+    chunked_col_pass,
+    chunked_row_pass,
+    cols_of,
+    iterate,
+    power_iteration,
+    row_slices,
+    row_units,
+    rows_of,
+)
+
+_FIRST_POWER_ITERATIONS = 10  # later updates continue from the vector of the one before, with one
+MATCH_RMS_ADAMW = 0.2  # RMS of an AdamW update in steady state (arXiv 2502.16982, section 2.2)
+
+
+def balance_whole(
+    gradient: Tensor, row_unit: Tensor, c: Tensor, rows: Tensor | None, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do :func:`pumice.optim.sinkhorn.iterate` on a matrix that is not sharded; ``rows`` if some are left out."""
+    return iterate(gradient, row_unit, c, gradient.shape[-2] if rows is None else rows, gradient.shape[-1], iterations)
+
+
+def descend(
+    weight: Tensor,
+    gradient: Tensor,
+    r: Tensor,
+    c: Tensor,
+    decay: Tensor,
+    row_uniforms: Tensor | None,
+    col_uniforms: Tensor | None,
+) -> None:
+    """W ← decay · W − diag(r) · G · diag(c), in place; r contains the learning rate."""
+    step = gradient.to(c.dtype) * r.unsqueeze(-1) * c.unsqueeze(-2)
+    new = weight.to(c.dtype) * decay - step
+    if row_uniforms is not None and col_uniforms is not None:
+        new = stochastic_round(new, row_uniforms, col_uniforms)
+    weight.copy_(new)
+
+
+class BalancedBatch(Batch):
+    """A SinkGD update."""
+
+    def measure(self) -> Tensor:
+        """Balance the gradient."""
+        return self._balance(rescale=False)
+
+    def remeasure(self) -> Tensor:
+        """Balance the gradient with its rows first brought near 1, so that no square under- or overflows."""
+        return self._balance(rescale=True)
+
+    def _balance(self, rescale: bool) -> Tensor:
+        first, iterations = self.members[0], self.group["sinkhorn_iters"]
+        gradient = self.gather(member.gradient for member in self.members)
+        dtype = accumulation_dtype(gradient)
+        lead, (rows, cols) = gradient.shape[:-2], gradient.shape[-2:]
+        unit = row_units(gradient) if rescale else torch.ones(*lead, rows, dtype=dtype, device=gradient.device)
+        c = torch.ones(*lead, cols, dtype=dtype, device=gradient.device)
+        out_axis, in_axis = first.axes
+        kept = None
+        if self.group["negligible_rows"]:
+            unit, kept = self._without_negligible_rows(gradient, unit, c)
+        if self.group["warm_start"]:
+            c = self.gather(to_local(member.state["col_scale"]) for member in self.members)
+        if self.compile and not isinstance(first.parameter, DTensor):
+            flags: Tensor
+            self.r, self.c, flags = self.run(balance_whole, gradient, unit, c, kept, iterations)
+        else:
+            self.r, self.c, flags = iterate(
+                gradient,
+                unit,
+                c,
+                first.parameter.shape[out_axis] if kept is None else kept,
+                first.parameter.shape[in_axis],
+                iterations,
+                chunked_row_pass,
+                chunked_col_pass,
+                axis_sum(first.parameter, in_axis),
+                axis_sum(first.parameter, out_axis),
+            )
+        return flags.reshape(len(self.members), -1).any(-1)
+
+    def _without_negligible_rows(self, gradient: Tensor, unit: Tensor, ones: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``unit`` with zeros for negligible rows, which leaves them out, and how many remain (..., 1)."""
+        out_axis, in_axis = self.members[0].axes
+        complete_rows, complete_cols = (axis_sum(self.members[0].parameter, axis) for axis in (in_axis, out_axis))
+        sums, _ = chunked_row_pass(gradient, unit, ones)
+        squares = complete_rows(sums) / unit.square()
+        occupied = complete_cols((squares > 0).sum(-1, keepdim=True).to(unit.dtype)).clamp(min=1)
+        mean = complete_cols(squares.sum(-1, keepdim=True)) / occupied
+        keep = squares >= mean * self.group["negligible_rows"] ** 2
+        kept = complete_cols((keep & (squares > 0)).sum(-1, keepdim=True).to(unit.dtype)).clamp(min=1)
+        return unit * keep, kept
+
+    def _rate(self, gradient: Tensor) -> Tensor | float:
+        """Return the factor of r: lr · lr_scale · sign, and what the options put on it."""
+        first, group = self.members[0], self.group
+        out_axis, in_axis = first.axes
+        d_out, d_in = first.parameter.shape[out_axis], first.parameter.shape[in_axis]
+        scale = MATCH_RMS_ADAMW if group["lr_scale"] == "match_rms_adamw" else group["lr_scale"]
+        rate = float(group["lr"]) * scale * (-1 if group["maximize"] else 1)
+        if group["base_width"] is not None:
+            rate *= group["base_width"] / d_in
+        if group["spectral_target"] is None:
+            return rate
+        target = math.sqrt(d_out / d_in) if group["spectral_target"] == "sqrt" else group["spectral_target"]
+        vectors = [to_local(member.state["right_vector"]) for member in self.members]
+        sigma, v = power_iteration(
+            gradient,
+            self.r,
+            self.c,
+            self.gather(vectors),
+            _FIRST_POWER_ITERATIONS if first.step == 1 else 1,
+            axis_sum(first.parameter, in_axis),
+            axis_sum(first.parameter, out_axis),
+        )
+        self.scatter(v, vectors)
+        # Balanced columns have norm √d_out, so σ is at least that, however far the power iteration is from its limit.
+        return (rate * target / sigma.clamp(min=math.sqrt(d_out))).unsqueeze(-1)
+
+    def apply(self) -> None:
+        """Update weights and the state for the next balancing."""
+        gradient = self.gather(member.gradient for member in self.members)
+        weights = [member.weight for member in self.members]
+        weight = self.gather(weights)
+        r = self.r * self._rate(gradient)
+        decay = self.numbers([1 - float(self.group["lr"]) * self.group["weight_decay"]])
+        row_random, col_random = self.uniforms()
+        if self.compile:
+            self.run(descend, weight, gradient, r, self.c, decay, row_random, col_random)
+        else:
+            for index in row_slices(weight):
+                descend(
+                    rows_of(weight, index),
+                    rows_of(gradient, index),
+                    r[index],
+                    cols_of(self.c, index),
+                    decay,
+                    row_random if row_random is None else row_random[index],
+                    col_random if col_random is None else cols_of(col_random, index),
+                )
+        self.scatter(weight, weights)
+        if self.group["warm_start"]:
+            self.scatter(self.c, (to_local(member.state["col_scale"]) for member in self.members))
+        for member in self.members:
+            member.state["step"] += 1
+
+
+class SinkGD(MatrixOptimizer):
+    r"""SinkGD: matrices move by their balanced gradient and keep no moments; the rest is trained by AdamW.
+
+    For a matrix W (m, n) with gradient G, ``sinkhorn_iters`` iterations of SR-Sinkhorn give X, the gradient with its
+    rows brought to L2 norm √n and its columns to √m, so that its entries have RMS 1, and
+
+        W ← (1 − lr · weight_decay) · W − lr · lr_scale · X
+
+    X does not depend on the scale of G: clipping, loss scaling and averaging change nothing for these matrices.
+
+    Args:
+        params: parameters, named parameters, or groups of either. A group may set ``rule`` (``"sinkgd"``,
+            ``"adamw"``, or ``"auto"``: by number of dimensions) and ``transposed`` (matrices are stored [in, out])
+            beside every option below; :func:`pumice.optim.param_groups` makes such groups, and :meth:`from_model` does
+            it all. Without groups everything with two or more dimensions is balanced, embeddings included, with a
+            warning.
+        lr: learning rate, at least 0; a float or a 0-d tensor, on the CPU for speed. Used unscaled for the AdamW part
+            and for weight decay.
+        lr_scale: factor on lr for balanced matrices (paper: 0.05 with lr 0.02), or ``"match_rms_adamw"``: 0.2, so that
+            an update has the RMS that AdamW's usually has and its learning rate can be kept.
+        sinkhorn_iters: L, iterations per update, at least 1 (paper: 5, without warm start).
+        warm_start: start from the column scales of the previous update instead of ones. Costs n float32 per matrix.
+        weight_decay: decoupled, at least 0; not for parameters of fewer than two dimensions.
+        betas: of the AdamW part, each in [0, 1).
+        eps: of the AdamW part, at least 0.
+        state_bits: 8 or 32: storage of the AdamW part's moments.
+        stochastic_rounding: round bfloat16 weights stochastically; see :mod:`pumice.optim.rounding`.
+        spectral_target: operator norm of the update before lr and lr_scale: a positive number, or ``"sqrt"`` for
+            √(d_out / d_in); None leaves it as it is. Two more passes over the gradient, n float32 of state per matrix.
+        negligible_rows: leave rows out of balancing whose norm is below this share of the RMS norm of the rows that
+            are not zero, in [0, 1). For embeddings and output heads, most of whose rows belong to tokens that a batch
+            hardly concerns; an extra pass over the gradient.
+        base_width: multiply the rate of balanced matrices by base_width / d_in; None does not.
+        nonfinite: ``"error"`` raises and names the parameter before anything has changed; ``"skip"`` leaves that
+            parameter out of the update, warns, and counts it in ``skipped``.
+        seed: of stochastic rounding and the start of power iterations.
+        maximize: ascend instead of descend.
+        compile: use torch.compile. None: if there are at least 8 million parameters and a compiler works.
+
+    Raises:
+        ValueError: an option is out of range.
+        TypeError: an option has the wrong type, or a parameter is complex.
+
+    Source: arXiv 2502.06742. Weight decay as in torch.optim.Muon.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        *,
+        lr_scale: float | str = 0.05,
+        sinkhorn_iters: int = 1,
+        warm_start: bool = True,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        state_bits: int = 8,
+        stochastic_rounding: bool = True,
+        spectral_target: float | str | None = None,
+        negligible_rows: float = 0.0,
+        base_width: int | None = None,
+        nonfinite: str = "error",
+        seed: int = 0,
+        maximize: bool = False,
+        compile: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_scale": lr_scale,
+            "sinkhorn_iters": sinkhorn_iters,
+            "warm_start": warm_start,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+            "state_bits": state_bits,
+            "stochastic_rounding": stochastic_rounding,
+            "spectral_target": spectral_target,
+            "negligible_rows": negligible_rows,
+            "base_width": base_width,
+            "seed": seed,
+            "maximize": maximize,
+            "rule": "auto",
+            "transposed": False,
+        }
+        super().__init__(params, defaults, nonfinite=nonfinite, compile=compile)
+        matrices = sum(p.ndim >= 2 for g in self.param_groups if g["rule"] == "auto" for p in g["params"])
+        if matrices:
+            warnings.warn(
+                f"SinkGD balances all {matrices} parameters of two or more dimensions, embeddings and output heads "
+                "included; use SinkGD.from_model(model, lr) to leave those to AdamW",
+                stacklevel=2,
+            )
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        lr: float | Tensor = 1e-3,
+        *,
+        weight_decay: float = 0.0,
+        adamw_lr: float | None = None,
+        overrides: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Make the optimizer for a model, each parameter under the rule that fits its module.
+
+        Args:
+            model: any module; see :mod:`pumice.optim.groups` for what is balanced.
+            lr: learning rate.
+            weight_decay: see the class.
+            adamw_lr: learning rate of the AdamW part, as the lr of its groups; None: ``lr``.
+            overrides: regular expressions on parameter names to rules; see :func:`pumice.optim.param_groups`.
+            options: further options of the class.
+        """
+        groups = param_groups(model, weight_decay, overrides)
+        if adamw_lr is not None:
+            for group in (group for group in groups if group["rule"] == "adamw"):
+                group["lr"] = adamw_lr
+        return cls(groups, lr, weight_decay=weight_decay, **options)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_number("lr", group["lr"], 0)
+        if group["lr_scale"] != "match_rms_adamw":
+            if isinstance(group["lr_scale"], str):
+                raise ValueError(f"lr_scale must be a number or 'match_rms_adamw', got {group['lr_scale']!r}")
+            check_number("lr_scale", group["lr_scale"], 0, open_low=True)
+        if not isinstance(group["sinkhorn_iters"], int) or group["sinkhorn_iters"] < 1:
+            raise ValueError(f"sinkhorn_iters must be a whole number of at least 1, got {group['sinkhorn_iters']!r}")
+        check_number("weight_decay", group["weight_decay"], 0)
+        for index, beta in enumerate(group["betas"]):
+            check_number(f"betas[{index}]", beta, 0, 1)
+        check_number("eps", group["eps"], 0)
+        if group["state_bits"] not in (8, 32):
+            raise ValueError(f"state_bits must be 8 or 32, got {group['state_bits']!r}")
+        target = group["spectral_target"]
+        if isinstance(target, str) and target != "sqrt":
+            raise ValueError(f"spectral_target must be a positive number, 'sqrt' or None, got {target!r}")
+        if target is not None and target != "sqrt":
+            check_number("spectral_target", target, 0, open_low=True)
+        check_number("negligible_rows", group["negligible_rows"], 0, 1)
+        if group["base_width"] is not None:
+            check_number("base_width", group["base_width"], 0, open_low=True)
+        if group["rule"] not in ("auto", "sinkgd", "adamw"):
+            raise ValueError(f"rule must be 'sinkgd', 'adamw' or 'auto', got {group['rule']!r}")
+
+    def _prepare(self, member: Member) -> type[Batch]:
+        state, group, parameter = member.state, member.group, member.parameter
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        balanced = group["rule"] == "sinkgd" or (group["rule"] == "auto" and parameter.ndim >= 2)
+        if not balanced:
+            for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+                if key not in state:
+                    state[key] = moment(parameter, group["state_bits"], signed)
+            return AdamW8bitBatch if hasattr(to_local(state["exp_avg"]), "codes") else AdamWBatch
+        if parameter.ndim < 2:
+            raise ValueError(
+                f"{member.name} has shape {tuple(parameter.shape)}, but rule 'sinkgd' needs two dimensions"
+            )
+        if group["warm_start"] and "col_scale" not in state:
+            state["col_scale"] = vector_like(self._row_of_ones(member), parameter, member.axes[1])
+        if group["spectral_target"] is not None and "right_vector" not in state:
+            state["right_vector"] = vector_like(self._random_row(member), parameter, member.axes[1])
+        return BalancedBatch
+
+    @staticmethod
+    def _row_of_ones(member: Member) -> Tensor:
+        weight = member.weight
+        return torch.ones(*weight.shape[:-2], weight.shape[-1], dtype=accumulation_dtype(weight), device=weight.device)
+
+    @staticmethod
+    def _random_row(member: Member) -> Tensor:
+        rows, cols = member.rounding_indices()
+        key = torch.tensor(stream_key(member.group["seed"], 0, member.number), device=cols.device)
+        row_random, col_random = uniforms(rows[..., 0], cols, key)
+        values = row_random.unsqueeze(-1) + col_random
+        return (values - values.floor() - 0.5).to(accumulation_dtype(member.weight))
