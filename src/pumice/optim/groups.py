@@ -251,7 +251,7 @@ def _returned(modules: list[nn.Module], getter: str, kind: str) -> Iterator[tupl
 
 def _label_heads(model: nn.Module) -> Iterator[nn.Module]:
     """Linear layers with one output per label outside the base of a transformers model."""
-    base = getattr(model, getattr(model, "base_model_prefix", None) or " ", None)
+    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
     labels = getattr(getattr(model, "config", None), "num_labels", None)
     if isinstance(base, nn.Module) and labels is not None:
         inside = set(base.modules())
@@ -268,7 +268,7 @@ def _routers(module: nn.Module) -> Iterator[nn.Module]:
     if _ROUTER_CLASS.search(_class(module)):
         yield module
     experts = {child: _expert_count(name, child) for name, child in module.named_children()}
-    counts = set(experts.values()) - {0, 1}
+    counts = set(experts.values()) - {0}
     for child, count in experts.items():
         own = [p for p in child._parameters.values() if p is not None and p.ndim == 2]
         if not count and any(p.shape[0] in counts for p in own):
@@ -308,7 +308,9 @@ def _convolution(parameter: nn.Parameter, use: _Use) -> _Route | None:
 
 def _single(parameter: nn.Parameter, use: _Use) -> _Route | None:
     rows, columns = parameter.shape[-2:]
-    return _Route("adamw", "one row" if rows <= 1 else "one column") if min(rows, columns) <= 1 else None
+    if min(rows, columns) > 1:
+        return None
+    return _Route("adamw", "one row" if rows == 1 else "one column" if columns == 1 else "no elements")
 
 
 def _linear(parameter: nn.Parameter, use: _Use) -> _Route | None:

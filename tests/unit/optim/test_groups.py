@@ -278,8 +278,13 @@ def test_bare_parameters_go_to_adamw_and_bias_matrices_without_decay():
     assert routing(model)["A_log"].reason == "bare parameter of Bare: input axis unknown"
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_matrices_without_elements_are_left_to_adamw():
-    assert kinds(nn.ModuleList([nn.Linear(4, 0), nn.Linear(0, 4)])) == {"0.weight": "adamw", "1.weight": "adamw"}
+    table = routing(nn.ModuleDict({"rows": nn.Linear(4, 0), "columns": nn.Linear(0, 4)}))
+    assert {row.name: (row.rule, row.reason) for row in table if len(row.shape) > 1} == {
+        "rows.weight": ("adamw", "no elements"),
+        "columns.weight": ("adamw", "no elements"),
+    }
 
 
 # --- experts and routers -----------------------------------------------------------------------------------------
@@ -394,6 +399,13 @@ def test_the_first_override_that_matches_anywhere_in_the_name_wins():
 def test_a_shared_parameter_is_matched_by_each_of_its_names():
     groups = param_groups(PlainLM(tied=True), overrides={"^out": "sinkgd"})
     assert "tokens.weight" in [name for name, _ in groups[0]["params"]]
+
+
+def test_a_shared_module_is_matched_by_each_of_its_names():
+    layer = nn.Linear(4, 3, bias=False)
+    model = nn.ModuleDict({"first": layer, "again": layer})
+    (row,) = routing(model, overrides={"^again": "adamw"})
+    assert (row.name, row.rule) == ("first.weight", "adamw")
 
 
 def test_an_override_keeps_layout_and_decay():
