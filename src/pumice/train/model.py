@@ -1,6 +1,7 @@
 """From a preset's name to a model: presets are configuration files, sizes are overrides of their fields."""
 
 import json
+import re
 from importlib import resources
 
 import torch
@@ -41,7 +42,8 @@ def build_config(config: ModelConfig, tokenizer: PreTrainedTokenizerFast | None 
     try:
         built: PretrainedConfig = AutoConfig.for_model(model_type, **(fields | config.config))
     except Exception as error:  # which types a configuration class raises differs between releases of transformers
-        raise UserError(f"model.config is not possible: {str(error).strip().splitlines()[-1].strip()}") from error
+        reason = re.sub(r"^\w+: ", "", str(error).strip().splitlines()[-1].strip())
+        raise UserError(f"model.config is not possible: {reason}") from error
     if tokenizer is not None:
         check_vocabulary(tokenizer, built.vocab_size)
         built.bos_token_id, built.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
