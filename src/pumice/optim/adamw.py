@@ -227,5 +227,6 @@ class AdamW8bitBatch(AdamWBatch):
             rows = range(len(by_row[0]))[index[0]] if index[0] is not ... else range(len(by_row[0]))
             blocks = slice(rows.start * width // QUANTISATION_BLOCK, rows.stop * width // QUANTISATION_BLOCK)
             random = None if row_random is None else row_random[index]
-            parts = [rows_of(t, index) for t in by_row] + [m.scale[blocks], v.scale[blocks], m.qmap, v.qmap]
-            adamw_8bit(*parts, numbers, random, col_random)
+            weight, gradient, m_codes, v_codes = (rows_of(tensor, index) for tensor in by_row)
+            scales = m.scale[blocks], v.scale[blocks]
+            adamw_8bit(weight, gradient, m_codes, v_codes, *scales, m.qmap, v.qmap, numbers, random, col_random)

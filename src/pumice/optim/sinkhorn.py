@@ -22,7 +22,7 @@ from torch import Tensor
 RowPass = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 ColPass = Callable[[Tensor, Tensor], Tensor]
 
-CHUNK_BYTES = 4 << 20  # of float32 scratch in the uncompiled passes: well inside a CPU's last-level cache
+CHUNK_BYTES = 1 << 20  # of a float32 temporary in the uncompiled passes: stays in a CPU's cache
 _TINY = 2.0**-100  # a sum of squares below this may have lost summands to underflow
 _BOUND = 2.0**40  # for c: without total support r and c drift apart for ever
 _MAX_DRIFT = 8  # binary orders of c's geometric mean, which grows a little with every warm-started step
@@ -35,9 +35,9 @@ def accumulation_dtype(gradient: Tensor) -> torch.dtype:
 
 
 def row_pass(gradient: Tensor, row_unit: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ_j (u_i G_ij c_j)² and max_j |u_i G_ij|, both of shape (..., m)."""
+    """Return Σ_j (u_i G_ij c_j)² and Σ_j |u_i G_ij|, both of shape (..., m); only the former can underflow to zero."""
     x = gradient.to(c.dtype) * row_unit.unsqueeze(-1)
-    return (x * c.unsqueeze(-2)).square().sum(-1), x.abs().amax(-1)
+    return (x * c.unsqueeze(-2)).square().sum(-1), x.abs().sum(-1)
 
 
 def col_pass(gradient: Tensor, r: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ def cols_of(vector: Tensor, index: tuple[Any, ...]) -> Tensor:
 
 def chunked_row_pass(gradient: Tensor, row_unit: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     """Do :func:`row_pass` with bounded scratch and no compiler."""
-    sums, peaks = torch.empty_like(row_unit), torch.empty_like(row_unit)
+    sums, sizes = torch.empty_like(row_unit), torch.empty_like(row_unit)
     for index in row_slices(gradient):
-        sums[index], peaks[index] = row_pass(rows_of(gradient, index), row_unit[index], cols_of(c, index))
-    return sums, peaks
+        sums[index], sizes[index] = row_pass(rows_of(gradient, index), row_unit[index], cols_of(c, index))
+    return sums, sizes
 
 
 def chunked_col_pass(gradient: Tensor, r: Tensor) -> Tensor:
@@ -128,10 +128,10 @@ def iterate(
     mean_exponent = sum_over_cols(c.log2().sum(-1, keepdim=True)) / cols
     recentre = torch.where(mean_exponent.abs() > _MAX_DRIFT, torch.exp2(-mean_exponent.round()), 1.0)
     for iteration in range(iterations):
-        sums, peaks = row_pass(gradient, row_unit, c)
+        sums, sizes = row_pass(gradient, row_unit, c)
         sums = sum_over_cols(sums)
         if iteration == 0:
-            flags = (~sums.isfinite() | ((peaks > 0) & (sums < _TINY))).any(-1)
+            flags = (~sums.isfinite() | ((sizes > 0) & (sums < _TINY))).any(-1)
         r = torch.where(sums > 0, (row_unit * (cols / sums).sqrt()).clamp(max=_LARGEST), r)
         sums = sum_over_rows(col_pass(gradient, r))
         c = torch.where(sums > 0, (rows / sums).sqrt(), c).clamp(1 / _BOUND, _BOUND)
