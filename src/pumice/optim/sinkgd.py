@@ -17,14 +17,15 @@ from pumice.optim.rounding import stochastic_round, stream_key, uniforms
 from pumice.optim.sharding import axis_sum, to_local, vector_like
 from pumice.optim.sinkhorn import (
     accumulation_dtype,
+    bounded,
     chunked_col_pass,
     chunked_row_pass,
     cols_of,
     iterate,
     power_iteration,
     row_slices,
-    row_units,
     rows_of,
+    units,
 )
 
 _FIRST_POWER_ITERATIONS = 10  # later updates continue from the vector of the one before, with one
@@ -32,10 +33,17 @@ MATCH_RMS_ADAMW = 0.2  # RMS of an AdamW update in steady state (arXiv 2502.1698
 
 
 def balance_whole(
-    gradient: Tensor, row_unit: Tensor, c: Tensor, rows: Tensor | None, iterations: int
+    gradient: Tensor,
+    c: Tensor,
+    iterations: int,
+    row_unit: Tensor | None,
+    col_unit: Tensor | None,
+    keep: Tensor | None,
+    kept: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do :func:`pumice.optim.sinkhorn.iterate` on a matrix that is not sharded; ``rows`` if some are left out."""
-    return iterate(gradient, row_unit, c, gradient.shape[-2] if rows is None else rows, gradient.shape[-1], iterations)
+    """Do :func:`pumice.optim.sinkhorn.iterate` on a matrix that is not sharded."""
+    rows, cols = gradient.shape[-2:]
+    return iterate(gradient, c, rows if kept is None else kept, cols, iterations, row_unit, col_unit, keep)
 
 
 def descend(
@@ -63,51 +71,59 @@ class BalancedBatch(Batch):
         return self._balance(rescale=False)
 
     def remeasure(self) -> Tensor:
-        """Balance the gradient with its rows first brought near 1, so that no square under- or overflows."""
+        """Balance the gradient with rows and columns first brought near 1, so that no square under- or overflows."""
         return self._balance(rescale=True)
 
     def _balance(self, rescale: bool) -> Tensor:
         first, iterations = self.members[0], self.group["sinkhorn_iters"]
+        sum_over_cols, sum_over_rows = (axis_sum(first.parameter, axis) for axis in reversed(first.axes))
         gradient = self.gather(member.gradient for member in self.members)
-        dtype = accumulation_dtype(gradient)
-        lead, (rows, cols) = gradient.shape[:-2], gradient.shape[-2:]
-        unit = row_units(gradient) if rescale else torch.ones(*lead, rows, dtype=dtype, device=gradient.device)
-        c = torch.ones(*lead, cols, dtype=dtype, device=gradient.device)
-        out_axis, in_axis = first.axes
-        kept = None
-        if self.group["negligible_rows"]:
-            unit, kept = self._without_negligible_rows(gradient, unit, c)
         if self.group["warm_start"]:
             c = self.gather(to_local(member.state["col_scale"]) for member in self.members)
+        else:
+            dtype = accumulation_dtype(gradient)
+            c = torch.ones(*gradient.shape[:-2], gradient.shape[-1], dtype=dtype, device=gradient.device)
+        row_unit = col_unit = keep = kept = None
+        if rescale:
+            row_unit = units(gradient, c, sum_over_cols)
+            col_unit = units(gradient.mT, row_unit, sum_over_rows)
+        if self.group["negligible_rows"]:
+            keep, kept = self._rows_to_keep(gradient)
         if self.compile and not isinstance(first.parameter, DTensor):
             flags: Tensor
-            self.r, self.c, flags = self.run(balance_whole, gradient, unit, c, kept, iterations)
+            self.r, self.c, flags = self.run(balance_whole, gradient, c, iterations, row_unit, col_unit, keep, kept)
         else:
+            rows, cols = (first.parameter.shape[axis] for axis in first.axes)
             self.r, self.c, flags = iterate(
                 gradient,
-                unit,
                 c,
-                first.parameter.shape[out_axis] if kept is None else kept,
-                first.parameter.shape[in_axis],
+                rows if kept is None else kept,
+                cols,
                 iterations,
+                row_unit,
+                col_unit,
+                keep,
                 chunked_row_pass,
                 chunked_col_pass,
-                axis_sum(first.parameter, in_axis),
-                axis_sum(first.parameter, out_axis),
+                sum_over_cols,
+                sum_over_rows,
             )
         return flags.reshape(len(self.members), -1).any(-1)
 
-    def _without_negligible_rows(self, gradient: Tensor, unit: Tensor, ones: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``unit`` with zeros for negligible rows, which leaves them out, and how many remain (..., 1)."""
-        out_axis, in_axis = self.members[0].axes
-        complete_rows, complete_cols = (axis_sum(self.members[0].parameter, axis) for axis in (in_axis, out_axis))
-        sums, _ = chunked_row_pass(gradient, unit, ones)
-        squares = complete_rows(sums) / unit.square()
-        occupied = complete_cols((squares > 0).sum(-1, keepdim=True).to(unit.dtype)).clamp(min=1)
-        mean = complete_cols(squares.sum(-1, keepdim=True)) / occupied
-        keep = squares >= mean * self.group["negligible_rows"] ** 2
-        kept = complete_cols((keep & (squares > 0)).sum(-1, keepdim=True).to(unit.dtype)).clamp(min=1)
-        return unit * keep, kept
+    def _rows_to_keep(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which rows are not negligible (..., m), and how many of them are not zero either (..., 1)."""
+        parameter = self.members[0].parameter
+        sum_over_cols, sum_over_rows = (axis_sum(parameter, axis) for axis in reversed(self.members[0].axes))
+        squares = torch.empty(gradient.shape[:-1], dtype=torch.float64, device=gradient.device)
+        for index in row_slices(gradient):
+            squares[index] = rows_of(gradient, index).to(torch.float64).square().sum(-1)
+        squares = sum_over_cols(squares)
+        total, occupied = (
+            sum_over_rows(part.sum(-1, keepdim=True, dtype=torch.float64)) for part in (squares, squares > 0)
+        )
+        keep = squares >= self.group["negligible_rows"] ** 2 * total / occupied.clamp(min=1)
+        kept = sum_over_rows((keep & (squares > 0)).sum(-1, keepdim=True, dtype=torch.float64)).clamp(min=1)
+        return keep, kept.to(accumulation_dtype(gradient))
 
     def _rate(self, gradient: Tensor) -> Tensor | float:
         """Return the factor of r: lr · lr_scale · sign, and what the options put on it."""
@@ -158,7 +174,7 @@ class BalancedBatch(Batch):
                 )
         self.scatter(weight, weights)
         if self.group["warm_start"]:
-            self.scatter(self.c, (to_local(member.state["col_scale"]) for member in self.members))
+            self.scatter(bounded(self.c), (to_local(member.state["col_scale"]) for member in self.members))
         for member in self.members:
             member.state["step"] += 1
 

@@ -8,25 +8,25 @@ with its rows and columns multiplied by positive numbers, so only those numbers 
 
 A pass reads G and writes a vector. No iterate exists, so no scratch of the matrix's size is needed, and rounding errors
 of G's dtype do not accumulate. r and c are multipliers of G itself, not of G∘G: for gradients around 1e-30 the latter
-would not fit in float32.
+would not fit in float32. Where a square under- or overflows nevertheless, the matrix is balanced once more with rows
+and columns first multiplied by powers of two, which leaves every digit of the result as it is.
 
 Shapes here are (..., m, n) for matrices, (..., m) for r and (..., n) for c; leading axes are a batch.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-RowPass = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-ColPass = Callable[[Tensor, Tensor], Tensor]
+Pass = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 CHUNK_BYTES = 1 << 20  # of a float32 temporary in the uncompiled passes: stays in a CPU's cache
 _TINY = 2.0**-100  # a sum of squares below this may have lost summands to underflow
-_BOUND = 2.0**40  # for c: without total support r and c drift apart for ever
+_BOUND = 2.0**40  # for the c of one update as the start of the next: without total support r and c drift apart for ever
 _MAX_DRIFT = 8  # binary orders of c's geometric mean, which grows a little with every warm-started step
-_LARGEST = 2.0**126  # for r: keeps the products with subnormal rows finite
 
 
 def accumulation_dtype(gradient: Tensor) -> torch.dtype:
@@ -34,15 +34,20 @@ def accumulation_dtype(gradient: Tensor) -> torch.dtype:
     return torch.promote_types(gradient.dtype, torch.float32)
 
 
-def row_pass(gradient: Tensor, row_unit: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+def row_pass(gradient: Tensor, c: Tensor, row_unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return Σ_j (u_i G_ij c_j)² and Σ_j |u_i G_ij|, both of shape (..., m); only the former can underflow to zero."""
-    x = gradient.to(c.dtype) * row_unit.unsqueeze(-1)
+    x = gradient.to(c.dtype)
+    if row_unit is not None:
+        x = x * row_unit.unsqueeze(-1)
     return (x * c.unsqueeze(-2)).square().sum(-1), x.abs().sum(-1)
 
 
-def col_pass(gradient: Tensor, r: Tensor) -> Tensor:
-    """Return Σ_i (r_i G_ij)², of shape (..., n)."""
-    return (gradient.to(r.dtype) * r.unsqueeze(-1)).square().sum(-2)
+def col_pass(gradient: Tensor, r: Tensor, col_unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return Σ_i (r_i G_ij u_j)² and Σ_i |r_i G_ij u_j|, both of shape (..., n); as :func:`row_pass` for columns."""
+    x = gradient.to(r.dtype) * r.unsqueeze(-1)
+    if col_unit is not None:
+        x = x * col_unit.unsqueeze(-2)
+    return x.square().sum(-2), x.abs().sum(-2)
 
 
 def row_slices(matrix: Tensor, multiple: int = 1) -> Iterator[tuple[Any, ...]]:
@@ -70,20 +75,26 @@ def cols_of(vector: Tensor, index: tuple[Any, ...]) -> Tensor:
     return vector[*index[:-1], slice(None)]
 
 
-def chunked_row_pass(gradient: Tensor, row_unit: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+def chunked_row_pass(gradient: Tensor, c: Tensor, row_unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Do :func:`row_pass` with bounded scratch and no compiler."""
-    sums, sizes = torch.empty_like(row_unit), torch.empty_like(row_unit)
+    sums = c.new_empty(gradient.shape[:-1])
+    sizes = torch.empty_like(sums)
     for index in row_slices(gradient):
-        sums[index], sizes[index] = row_pass(rows_of(gradient, index), row_unit[index], cols_of(c, index))
+        unit = None if row_unit is None else row_unit[index]
+        sums[index], sizes[index] = row_pass(rows_of(gradient, index), cols_of(c, index), unit)
     return sums, sizes
 
 
-def chunked_col_pass(gradient: Tensor, r: Tensor) -> Tensor:
+def chunked_col_pass(gradient: Tensor, r: Tensor, col_unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Do :func:`col_pass` with bounded scratch and no compiler."""
     sums = r.new_zeros(*gradient.shape[:-2], gradient.shape[-1])
+    sizes = torch.zeros_like(sums)
     for index in row_slices(gradient):
-        cols_of(sums, index).add_(col_pass(rows_of(gradient, index), r[index]))
-    return sums
+        unit = None if col_unit is None else cols_of(col_unit, index)
+        part = col_pass(rows_of(gradient, index), r[index], unit)
+        cols_of(sums, index).add_(part[0])
+        cols_of(sizes, index).add_(part[1])
+    return sums, sizes
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -92,13 +103,15 @@ def _unchanged(x: Tensor) -> Tensor:
 
 def iterate(
     gradient: Tensor,
-    row_unit: Tensor,
     c: Tensor,
     rows: int | Tensor,
     cols: int,
     iterations: int,
-    row_pass: RowPass = row_pass,
-    col_pass: ColPass = col_pass,
+    row_unit: Tensor | None = None,
+    col_unit: Tensor | None = None,
+    keep: Tensor | None = None,
+    row_pass: Pass = row_pass,
+    col_pass: Pass = col_pass,
     sum_over_cols: Callable[[Tensor], Tensor] = _unchanged,
     sum_over_rows: Callable[[Tensor], Tensor] = _unchanged,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,46 +121,75 @@ def iterate(
 
     Args:
         gradient: (..., m, n), any floating dtype; the local part if it is sharded.
-        row_unit: (..., m), in the accumulation dtype: powers of two that bring the rows near 1, ones ordinarily; zero
-            leaves a row out.
-        c: (..., n), in the accumulation dtype: positive start.
-        rows: m of the whole matrix, or (..., 1) the number of rows that are not left out.
+        c: (..., n), in the accumulation dtype: start, see :func:`bounded`.
+        rows: m of the whole matrix, or (..., 1) the number of rows to keep.
         cols: n of the whole matrix.
         iterations: L, at least 1.
+        row_unit: (..., m), in the accumulation dtype: see :func:`units`; None stands for ones.
+        col_unit: (..., n), given if ``row_unit`` is.
+        keep: (..., m), which rows take part, the others being treated as zero; None keeps all.
         row_pass: sums over columns, local part.
         col_pass: sums over rows, local part.
         sum_over_cols: completes sums over columns where the columns are sharded.
         sum_over_rows: completes sums over rows where the rows are sharded.
 
     Returns:
-        r (..., m); c (..., n); and a flag (...) that tells where squares under- or overflowed or G is not finite: then
-        r and c are not to be used.
+        r (..., m); c (..., n); and a flag (...) if they are not to be used: G is not finite or, without units, a square
+        has under- or overflowed.
     """
-    flags = torch.zeros(gradient.shape[:-2], dtype=torch.bool, device=gradient.device)
-    r = row_unit
+
+    def next_scale(
+        target: int | Tensor, sums: Tensor, sizes: Tensor, unit: Tensor | None, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        new = (target / sums).sqrt()
+        unfit = ~sums.isfinite()
+        if unit is None:
+            unfit = unfit | ((sizes > 0) & (sums < _TINY))
+        else:
+            new = new * unit
+        return torch.where(sums > 0, new.clamp(max=largest_scale(c.dtype)), scale), unfit
+
     mean_exponent = sum_over_cols(c.log2().sum(-1, keepdim=True)) / cols
     recentre = torch.where(mean_exponent.abs() > _MAX_DRIFT, torch.exp2(-mean_exponent.round()), 1.0)
-    for iteration in range(iterations):
-        sums, sizes = row_pass(gradient, row_unit, c)
-        sums = sum_over_cols(sums)
-        if iteration == 0:
-            flags = (~sums.isfinite() | ((sizes > 0) & (sums < _TINY))).any(-1)
-        r = torch.where(sums > 0, (row_unit * (cols / sums).sqrt()).clamp(max=_LARGEST), r)
-        sums = sum_over_rows(col_pass(gradient, r))
-        c = torch.where(sums > 0, (rows / sums).sqrt(), c).clamp(1 / _BOUND, _BOUND)
+    r = c.new_ones(gradient.shape[:-1]) if row_unit is None else row_unit
+    flags = torch.zeros(gradient.shape[:-2], dtype=torch.bool, device=gradient.device)
+    for _ in range(iterations):
+        sums, sizes = row_pass(gradient, c, row_unit)
+        r, unfit_rows = next_scale(cols, sum_over_cols(sums), sizes, row_unit, r)
+        if keep is not None:
+            r, unfit_rows = r * keep, unfit_rows & keep
+        sums, sizes = col_pass(gradient, r, col_unit)
+        c, unfit_cols = next_scale(rows, sum_over_rows(sums), sizes, col_unit, c)
+        flags = flags | unfit_rows.any(-1) | unfit_cols.any(-1)
     return r / recentre, c * recentre, flags
 
 
-def row_units(gradient: Tensor) -> Tensor:
-    """Return for each row of ``gradient`` (..., m, n) the power of two that brings its largest entry into [1/2, 1).
+def largest_scale(dtype: torch.dtype) -> float:
+    """Return a power of two below the largest number of ``dtype``: as a scale it keeps products finite."""
+    return float(2.0 ** (math.frexp(torch.finfo(dtype).max)[1] - 2))
 
-    For rows of zeros, and of numbers too small or not finite, that is 1 or the nearest factor that float32 holds.
+
+def bounded(c: Tensor) -> Tensor:
+    """Return the column scales of one update as the start of the next."""
+    return c.clamp(1 / _BOUND, _BOUND)
+
+
+def units(gradient: Tensor, c: Tensor, sum_over_cols: Callable[[Tensor], Tensor] = _unchanged) -> Tensor:
+    """Return the powers of two that bring Σ_j |G_ij| c_j into [1/2, 1), of shape (..., m); 1 for a row of zeros.
+
+    Args:
+        gradient: (..., m, n).
+        c: (..., n), positive.
+        sum_over_cols: completes sums over columns where they are sharded.
     """
-    peaks = torch.empty(gradient.shape[:-1], dtype=accumulation_dtype(gradient), device=gradient.device)
+    sizes = torch.empty(gradient.shape[:-1], dtype=torch.float64, device=gradient.device)
     for index in row_slices(gradient):
-        peaks[index] = rows_of(gradient, index).to(peaks.dtype).abs().amax(-1)
-    exponents = torch.frexp(peaks)[1].clamp(-100, 126)
-    return torch.where((peaks > 0) & peaks.isfinite(), torch.ldexp(torch.ones_like(peaks), -exponents), 1.0)
+        weights = cols_of(c, index).to(torch.float64).unsqueeze(-2)
+        sizes[index] = (rows_of(gradient, index).to(torch.float64).abs() * weights).sum(-1)
+    sizes = sum_over_cols(sizes)
+    largest = largest_scale(c.dtype)
+    unit = torch.ldexp(torch.ones_like(sizes), -torch.frexp(sizes)[1]).clamp(1 / largest, largest)
+    return torch.where((sizes > 0) & sizes.isfinite(), unit, 1.0).to(c.dtype)
 
 
 def scale_vectors(gradient: Tensor, iterations: int = 1, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -173,18 +215,18 @@ def scale_vectors(gradient: Tensor, iterations: int = 1, c: Tensor | None = None
         raise ValueError(f"iterations must be at least 1, got {iterations}")
     rows, cols = gradient.shape[-2:]
     dtype = accumulation_dtype(gradient)
-    unit = torch.ones(gradient.shape[:-1], dtype=dtype, device=gradient.device)
     if c is None:
         c = torch.ones(*gradient.shape[:-2], cols, dtype=dtype, device=gradient.device)
-    if gradient.numel() == 0:
-        return unit, c.to(dtype)
+    c = bounded(c.to(dtype))
+    row_unit = col_unit = None
     for _ in range(2):
         r, balanced, flags = iterate(
-            gradient, unit, c.to(dtype), rows, cols, iterations, chunked_row_pass, chunked_col_pass
+            gradient, c, rows, cols, iterations, row_unit, col_unit, None, chunked_row_pass, chunked_col_pass
         )
         if not bool(flags.any()):
             return r, balanced
-        unit = row_units(gradient)
+        row_unit = units(gradient, c)
+        col_unit = units(gradient.mT, row_unit)
     raise ValueError("gradient must be finite, got infinite or NaN entries")
 
 
