@@ -16,27 +16,27 @@ VOCABULARY = 256  # a token is a byte; documents end with byte 0
 
 
 def tiny_llama() -> LlamaConfig:
-    """0.9 million parameters, four layers of width 128."""
+    """0.5 million parameters, four layers of width 96."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=352,
+        hidden_size=96,
+        intermediate_size=256,
         num_hidden_layers=4,
-        num_attention_heads=4,
+        num_attention_heads=3,
         max_position_embeddings=256,
         tie_word_embeddings=False,
     )
 
 
 def tiny_qwen3() -> Qwen3Config:
-    """0.7 million parameters, six layers of width 96, grouped queries, tied embeddings."""
+    """0.3 million parameters, six layers of width 64, grouped queries, tied embeddings."""
     return Qwen3Config(
         vocab_size=VOCABULARY,
-        hidden_size=96,
-        intermediate_size=288,
+        hidden_size=64,
+        intermediate_size=192,
         num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=True,

@@ -1,14 +1,15 @@
 """Which setting of SinkGD is best, against an AdamW tuned with as much effort.
 
-Every row searches a grid of its own, seed 0, that grows for as long as its best value lies at an edge; its best setting
-is run with a second seed. The last row combines what won, by rule: the best form of the matrix update, the best treatment
-of embeddings and head, then the learning rate of the AdamW part, the learning rate, and the betas of the AdamW part.
-AdamW is searched over betas and learning rate, then over a learning rate of its own for embeddings and head.
+Every row searches a grid of its own, seed 0, that grows for as long as its best value lies at an edge; its best
+setting is run with a second seed. The last row combines what won, by rule: the best form of the matrix update, the best
+treatment of embeddings and head, then the learning rate of the AdamW part, the learning rate, and the betas of the
+AdamW part. AdamW is searched over betas and learning rate, then over a learning rate of its own for embeddings and head.
 """
 
 import math
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -80,7 +81,7 @@ class Study:
 
 def first_below(curve: Sequence[tuple[int, float]], goal: float) -> float | None:
     """Return the update at which a curve of (update, loss), linear between its points, first reaches ``goal``."""
-    for (left, high), (right, low) in zip(curve, curve[1:], strict=False):
+    for (left, high), (right, low) in pairwise(curve):
         if low <= goal:
             return right if high <= goal else left + (right - left) * (high - goal) / (high - low)
     return None

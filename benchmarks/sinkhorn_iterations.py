@@ -12,12 +12,12 @@ from statistics import mean
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-
 from common import parse, parser, table
 from models import corpus, tiny_llama, tiny_qwen3
-from pumice.optim.sinkhorn import balance
 from study import Bench, Plan, Runs, optimizer, settings, tune
+from torch.optim import Optimizer
+
+from pumice.optim.sinkhorn import balance
 
 NAME = "sinkhorn_iterations"
 MODELS = {"llama": tiny_llama, "qwen3": tiny_qwen3}

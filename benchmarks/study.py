@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import environment, load, save
+from models import Corpus, build
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig
 
-from common import environment, load, save
-from models import Corpus, build
 from pumice.optim import SinkGD, param_groups
 
 EMBEDDINGS = r"embed_tokens|lm_head"
@@ -29,13 +29,13 @@ Observer = Callable[[int, Optimizer], None]
 class Plan:
     """How a run trains; nothing here depends on the method."""
 
-    steps: int = 300
+    steps: int = 240
     batch: int = 8  # windows a step
     length: int = 128  # tokens a window
     warmup: float = 0.1  # share of the steps, linear; then a cosine down to ``floor``
     floor: float = 0.1  # share of the peak learning rate
     validation_windows: int = 128  # fixed, evenly spaced over the validation text
-    evaluations: int = 6  # evenly spaced over the run, the last one at its end
+    evaluations: int = 4  # evenly spaced over the run, the last one at its end
 
     def rate(self, step: int) -> float:
         """Return the share of the peak learning rate that update ``step``, from 0, uses."""
@@ -64,8 +64,8 @@ def adamw(
 def optimizer(model: nn.Module, spec: Mapping[str, Any], compile: bool) -> Optimizer:
     """Make the optimizer that ``spec`` describes.
 
-    "method" is "adamw" or "sinkgd", the rest are arguments of :func:`adamw` or ``SinkGD.from_model``. "embeddings" holds
-    options of SinkGD for embeddings and head alone, which are balanced then.
+    "method" is "adamw" or "sinkgd", the rest are arguments of :func:`adamw` or ``SinkGD.from_model``. "embeddings"
+    holds options of SinkGD for embeddings and head alone, which are balanced then.
     """
     options = {key: value for key, value in spec.items() if key not in ("method", "embeddings")}
     if spec["method"] == "adamw":
@@ -143,7 +143,7 @@ class Bench:
         for step in range(plan.steps):
             starts = torch.randint(len(self.corpus.train) - plan.length, (plan.batch,), generator=generator)
             loss = self._loss(self._windows(self.corpus.train, starts))
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
             if not math.isfinite(losses[-1]):
                 break
             loss.backward()
