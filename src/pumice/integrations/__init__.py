@@ -1,0 +1,1 @@
+"""How pumice's methods enter other training software."""

@@ -1,0 +1,137 @@
+"""pumice's methods in ``transformers.Trainer``, and in what is built on it (TRL, Axolotl).
+
+>>> pair = optimizer_cls_and_kwargs("sinkgd", args)
+>>> Trainer(model, args, optimizer_cls_and_kwargs=pair, callbacks=[ReportOptimizer()])
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from transformers.trainer_callback import TrainerCallback
+
+from pumice import methods
+from pumice.errors import UserError, nearest
+from pumice.optim import routing
+
+logger = logging.getLogger(__name__)
+
+# Options that no method has: they are fields of TrainingArguments.
+TRAINERS_OWN = {"lr": "learning_rate", "learning_rate": "learning_rate", "weight_decay": "weight_decay"}
+_ADAM = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
+
+
+class OptimizerFactory:
+    """What Trainer takes for an optimizer class: it is made without arguments and then called with the model."""
+
+    def __call__(
+        self, model: nn.Module, training_args: Any = None, *, method: str = "sinkgd", **options: Any
+    ) -> Optimizer:
+        """Build the optimizer of a method for a model.
+
+        Args:
+            model: The model to train, before or after sharding.
+            training_args: Where ``lr``, ``weight_decay``, betas, eps and seed come from unless given (Axolotl passes
+                it as the second argument; Trainer does not).
+            method: Name of a method.
+            options: ``lr``, ``weight_decay`` and the method's options.
+
+        Raises:
+            UserError: Unknown method or option, a setting that disagrees with ``training_args``, or no ``lr``.
+        """
+        if training_args is not None:
+            options = settle(method, training_args, options)
+        lr, weight_decay = options.pop("lr", None), options.pop("weight_decay", 0.0)
+        if lr is None:
+            raise UserError("the optimizer needs lr: pass it, or make the pair with optimizer_cls_and_kwargs")
+        chosen = methods.get(method)
+        known = [field.name for field in dataclasses.fields(chosen.options)]
+        for key in options:
+            if key not in known:
+                raise UserError(f"unknown option {key} of {method}: {nearest(key, known)}")
+        return chosen.build(model, lr, weight_decay, chosen.options(**options))
+
+
+def optimizer_cls_and_kwargs(method: str, args: Any, **options: Any) -> tuple[type[Any], dict[str, Any]]:
+    """Return the pair that ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
+
+    Trainer does not hand its learning rate, weight decay, betas and epsilon to such an optimizer, so they are
+    taken from ``args`` here. Set them there and nowhere else.
+
+    Args:
+        method: Name of a method.
+        args: The TrainingArguments of the same Trainer.
+        options: The method's options.
+
+    Raises:
+        UserError: Unknown method, or an option that disagrees with ``args``.
+    """
+    return OptimizerFactory, {"method": method, **settle(method, args, options)}
+
+
+def settle(method: str, args: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a method's options with what ``args`` decides: lr, weight_decay and, if the method has them, more.
+
+    Args:
+        method: Name of a method.
+        args: TrainingArguments, or any dataclass with the same fields.
+        options: The method's options. ``lr`` and ``weight_decay`` may be among them if they equal those of ``args``;
+            ``betas`` and ``eps`` win over values that ``args`` has by default.
+
+    Raises:
+        UserError: Unknown method, or an option that disagrees with ``args``.
+    """
+    settled = dict(options)
+    for option, field in TRAINERS_OWN.items():
+        _agree(option, settled.pop(option, None), field, getattr(args, field))
+    known = {field.name for field in dataclasses.fields(methods.get(method).options)}
+    usual = {field.name: field.default for field in dataclasses.fields(args)}
+    for option, theirs, default in (
+        ("betas", (args.adam_beta1, args.adam_beta2), (usual["adam_beta1"], usual["adam_beta2"])),
+        ("eps", args.adam_epsilon, usual["adam_epsilon"]),
+    ):
+        if (ours := settled.get(option)) is not None and theirs != default:
+            _agree(option, tuple(ours) if option == "betas" else ours, _ADAM[option], theirs)
+        elif ours is None and option in known:
+            settled[option] = theirs
+    if "seed" in known and settled.get("seed") is None:
+        settled["seed"] = args.seed
+    return {"lr": args.learning_rate, "weight_decay": args.weight_decay, **settled}
+
+
+def _agree(option: str, ours: Any, field: str, theirs: Any) -> None:
+    if ours is not None and ours != theirs:
+        raise UserError(f"method option {option} is {ours} but trainer.{field} is {theirs}: set only the latter")
+
+
+class ReportOptimizer(TrainerCallback):
+    """Logs, when training begins, which optimizer really runs, and how it routes the parameters if it does.
+
+    Args:
+        overrides: Those given to the method, if any.
+    """
+
+    def __init__(self, overrides: Mapping[str, str] | None = None) -> None:
+        self._overrides = overrides
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log at level INFO on the main process."""
+        if state.is_world_process_zero:
+            logger.info(describe(kwargs["optimizer"]))
+            if any("rule" in group for group in kwargs["optimizer"].param_groups):
+                logger.info("%s", routing(kwargs["model"], self._overrides))
+
+
+def describe(optimizer: Optimizer) -> str:
+    """Return one line on a live optimizer, wrapped by accelerate or not: its class and its routing."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    counts: dict[str, tuple[int, int]] = {}
+    for group in inner.param_groups:
+        rule = group.get("rule", type(inner).__name__.lower())
+        tensors, elements = counts.get(rule, (0, 0))
+        counts[rule] = tensors + len(group["params"]), elements + sum(p.numel() for p in group["params"])
+    routed = ", ".join(f"{rule}: {n} tensors, {elements:,} weights" for rule, (n, elements) in counts.items())
+    return f"optimizer {type(inner).__module__}.{type(inner).__qualname__} ({routed})"

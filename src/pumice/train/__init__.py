@@ -1,0 +1,1 @@
+"""Training a language model from a recipe: the one place that knows data, model, method and Trainer together."""

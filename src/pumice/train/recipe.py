@@ -1,0 +1,108 @@
+"""The recipe of a run: one tree of frozen dataclasses."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pumice.errors import UserError
+from pumice.train.arguments import TrainerConfig
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model preset and what to set otherwise.
+
+    Args:
+        name: Name of a bundled preset.
+        config: Fields of the model's configuration class.
+    """
+
+    name: str = "llama-quickstart"
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text to train on, and how it is parted and cut.
+
+    Args:
+        path: A text file, a folder of text files, a .jsonl file or a folder of them, or ``python-sources``.
+        text_column: The column with the text; .jsonl only.
+        seq_len: Tokens of a block.
+        validation_fraction: Share of the documents held out.
+        site_packages: Read the installed packages too; ``python-sources`` only.
+        max_documents: Documents to keep at most, taken after the shuffle.
+    """
+
+    path: str = "python-sources"
+    text_column: str = "text"
+    seq_len: int = 256
+    validation_fraction: float = 0.02
+    site_packages: bool = False
+    max_documents: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 2:
+            raise UserError(f"data.seq_len must be at least 2 (a token and the next one), got {self.seq_len}")
+        if not 0 < self.validation_fraction < 1:
+            raise UserError(f"data.validation_fraction must be between 0 and 1, got {self.validation_fraction}")
+        if self.max_documents is not None and self.max_documents < 2:
+            raise UserError(
+                f"data.max_documents must be at least 2 (one to train on, one held out), got {self.max_documents}"
+            )
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Where the tokenizer comes from.
+
+    Args:
+        path: A folder or tokenizer.json; if none, a byte-level BPE is trained on the training part.
+        vocab_size: Size of the vocabulary to train; if none, the model's.
+    """
+
+    path: str | None = None
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """How the weights are trained.
+
+    Args:
+        name: Name of a training method.
+        options: Options of that method.
+    """
+
+    name: str = "sinkgd"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    """What a run leaves behind.
+
+    Args:
+        dir: Folder of the run; if none, ``runs/`` and the recipe's name.
+        prompt: Start of the text that the trained model continues at the end.
+        sample_tokens: Length of that continuation in tokens; 0 for none.
+    """
+
+    dir: str | None = None
+    prompt: str = "def "
+    sample_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if self.sample_tokens < 0:
+            raise UserError(f"output.sample_tokens must not be negative, got {self.sample_tokens}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    method: MethodConfig = field(default_factory=MethodConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
