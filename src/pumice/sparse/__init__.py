@@ -1,7 +1,8 @@
-"""Block-sparse layers; torch alone."""
+"""Block-sparse layers, and training in which the set of active blocks moves; torch alone."""
 
 from pumice.sparse.convert import densify, sparsify
 from pumice.sparse.distribution import Summary, summary
 from pumice.sparse.linear import BlockSparseLinear
+from pumice.sparse.topology import Topology
 
-__all__ = ["BlockSparseLinear", "Summary", "densify", "sparsify", "summary"]
+__all__ = ["BlockSparseLinear", "Summary", "Topology", "densify", "sparsify", "summary"]
