@@ -1,14 +1,16 @@
 """What happens around the steps: metrics on disk and progress on the terminal."""
 
 import json
+import logging
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.trainer_callback import TrainerCallback
+
+logger = logging.getLogger(__name__)
 
 _RENAMED = {"learning_rate": "lr"}
 _RECORDED = ("loss", "lr", "grad_norm", "tokens_per_second", "epoch", "eval_loss", "eval_perplexity")
@@ -62,14 +64,13 @@ def _finite(value: float) -> float | None:
 
 
 class ProgressReport(TrainerCallback):
-    """A bar with loss, tokens/s and time left on a terminal; without one, a line on stderr for each log.
+    """A bar with loss, tokens/s and time left on a terminal; without one, a logged line at each log.
 
     Args:
         bar: Whether to draw the bar.
     """
 
     def __init__(self, bar: bool) -> None:
-        self._console = Console(stderr=True)
         self._bar = bar
         self._progress: Progress | None = None
         self._shown: dict[str, str] = {}
@@ -84,7 +85,7 @@ class ProgressReport(TrainerCallback):
                 TextColumn("{task.fields[figures]}"),
                 TimeRemainingColumn(),
                 TextColumn("left"),
-                console=self._console,
+                console=Console(stderr=True),
             )
             self._progress.add_task("training", total=state.max_steps, completed=state.global_step, figures="")
             self._progress.start()
@@ -105,7 +106,7 @@ class ProgressReport(TrainerCallback):
             self._progress.update(self._progress.task_ids[0], figures=text)
         else:
             text = "  ".join(f"{label} {value}" for label, value in figures.items())
-            print(f"step {state.global_step}/{state.max_steps}  {text}", file=sys.stderr, flush=True)
+            logger.info("step %d/%d  %s", state.global_step, state.max_steps, text)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the bar as it stands."""
