@@ -71,6 +71,11 @@ class Adam:
         self.weight = self.weight - lr * m_hat / (v_hat.sqrt() + self.eps)
 
 
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Return standard normal numbers that depend on ``seed`` alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def relative_error(ours: Tensor, exact: Tensor) -> float:
     """Return the largest error of any entry, relative to the largest entry of its column."""
     size = exact.abs().amax(-2, keepdim=True)

@@ -10,14 +10,10 @@ from torch import Tensor
 
 from pumice.optim import sinkhorn
 from pumice.optim.sinkhorn import balance, power_iteration, scale_vectors
-from tests.numerics.oracle import balanced, relative_error
+from tests.numerics.oracle import balanced, normal, relative_error
 
 SHAPES = [(1, 7), (7, 1), (1, 1), (16, 16), (5, 40), (40, 5), (3, 6, 9), (2, 2, 8, 4)]
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-5, torch.float64: 1e-14}
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def changed(change: Callable[[Tensor], object]) -> Tensor:
@@ -120,7 +116,7 @@ def test_iterations_bring_rows_nearer_to_their_norm() -> None:
 def test_scales_stay_bounded_without_support() -> None:
     gradient = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 0, 0]])  # no nonzero permutation: scales run away
     c = None
-    for _ in range(3000):
+    for _ in range(1000):
         r, c = scale_vectors(gradient, 1, c)
         assert bool((r.isfinite() & c.isfinite() & (r > 0) & (c > 0)).all())
     torch.testing.assert_close((r[:, None] * gradient * c).norm(dim=0), torch.full((3,), 3**0.5))

@@ -6,24 +6,31 @@ One function does the arithmetic in float32, whatever the weights and the stored
     m ← β1 m + (1−β1) g        v ← β2 v + (1−β2) g²
     w ← w − lr · m / (1−β1^t) / (√(v / (1−β2^t)) + ε)
 
-8-bit moments are torchao's ``OptimState8bit``: a code per element, a float32 scale per block of 256.
-"""
+Gradients beyond ±2^62 count as that, since their squares would not be finite.
 
-import math
-from typing import Any, cast
+How moments are stored in 8 bits: :mod:`pumice.optim.quantised`.
+"""
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from pumice.optim.batch import Batch
+from pumice.optim.quantised import (
+    block_size,
+    blocks,
+    decode_signed,
+    decode_unsigned,
+    encode_signed,
+    encode_unsigned,
+    zeros,
+)
 from pumice.optim.rounding import stochastic_round
-from pumice.optim.sharding import to_local
-from pumice.optim.sinkhorn import cols_of, row_slices, rows_of
+from pumice.optim.sinkhorn import CHUNK_BYTES, cols_of, row_slices, rows_of
 
 QUANTISATION_BLOCK = 256
 _MIN_QUANTISED = 4096  # elements: smaller tensors save nothing worth the error
 _SMALLEST_SCALE = 2.0**-120
+_LARGEST_GRADIENT = 2.0**62
 
 
 def adamw(
@@ -47,7 +54,7 @@ def adamw(
         col_uniforms: (..., n) if the weight is rounded stochastically.
     """
     step_size, decay, keep_m, keep_v, correction, eps, sign = numbers.unbind(0)
-    g = gradient.to(m.dtype) * sign
+    g = gradient.to(m.dtype).clamp(-_LARGEST_GRADIENT, _LARGEST_GRADIENT) * sign
     m = m + keep_m * (g - m)
     v = v + keep_v * (g * g - v)
     new = weight.to(m.dtype) * decay - step_size * m / (v.sqrt() * correction + eps)
@@ -79,84 +86,35 @@ def adamw_8bit(
     v_codes: Tensor,
     m_scale: Tensor,
     v_scale: Tensor,
-    m_map: Tensor,
-    v_map: Tensor,
     numbers: Tensor,
     row_uniforms: Tensor | None,
     col_uniforms: Tensor | None,
 ) -> None:
-    """Update weight, m and v in place; a moment is codes, a scale per block, and the values of the codes."""
-    m, v = dequantise(m_codes, m_scale, m_map), dequantise(v_codes, v_scale, v_map)
+    """Update weight, m and v in place, all (rows, blocks, block) but the scales (rows, blocks)."""
+    m, v = decode_signed(m_codes, m_scale), decode_unsigned(v_codes, v_scale)
     new, new_m, new_v = adamw(weight, gradient, m, v, numbers, row_uniforms, col_uniforms)
     weight.copy_(new)
-    quantise(new_m, m_codes, m_scale, m_map)
-    quantise(new_v, v_codes, v_scale, v_map)
+    encode_signed(new_m, m_codes, m_scale)
+    encode_unsigned(new_v, v_codes, v_scale)
 
 
-def dequantise(codes: Tensor, scale: Tensor, code_map: Tensor) -> Tensor:
-    """Return the float32 values of 8-bit storage in the shape of ``codes``."""
-    values = code_map[codes.reshape(-1, QUANTISATION_BLOCK).int()] * scale.unsqueeze(-1)
-    return values.view(codes.shape)
-
-
-def quantise(values: Tensor, codes: Tensor, scale: Tensor, code_map: Tensor) -> None:
-    """Store float32 ``values`` as codes and scales, each value as the nearest code but positive ones never as zero.
-
-    A second moment stored as zero under a first moment that is not would make an update of m/ε.
-    """
-    from torchao.optim.quant_utils import quantize_8bit_with_qmap
-
-    blocks = values.reshape(-1, QUANTISATION_BLOCK)
-    new_scale = blocks.abs().amax(-1).clamp(min=_SMALLEST_SCALE)
-    nearest = quantize_8bit_with_qmap(blocks / new_scale.unsqueeze(-1), code_map)
-    zero = (code_map == 0).int().argmax()
-    nearest = torch.where((nearest == zero) & (blocks > 0), nearest + 1, nearest)
-    codes.copy_(nearest.view(codes.shape))
-    scale.copy_(new_scale)
-
-
-def moment(parameter: Tensor, bits: int, signed: bool) -> Tensor:
-    """Return a zero moment for ``parameter``, sharded as it is.
+def moment(parameter: Tensor, name: str, bits: int, signed: bool) -> dict[str, Tensor]:
+    """Return the state for a zero moment of ``parameter``, sharded as it is.
 
     Args:
         parameter: any shape; a DTensor if it is sharded.
-        bits: 8 or 32. With 8, tensors of fewer than 4,096 elements, and those whose parts on each rank do not consist
-            of whole blocks of 256, are kept in 32 bits all the same.
+        name: key of the state.
+        bits: 8 or 32; for what stays in 32 bits all the same see :func:`pumice.optim.quantised.block_size`.
         signed: whether values may be negative.
 
     Returns:
-        float32 tensor, or torchao's ``OptimState8bit``, or a DTensor of either.
+        ``name``: a tensor of at least float32; or uint8 codes and, as ``name`` + ``_scale``, their scales.
     """
-    local = to_local(parameter.detach())
-    if bits == 32 or not _quantisable(parameter):
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        return torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    state: Tensor = OptimState8bit.zeros(
-        local.shape, signed, QUANTISATION_BLOCK, device=local.device, dtype=torch.float32
-    )
-    if not isinstance(parameter, DTensor):
-        return state
-    return DTensor.from_local(
-        state,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def _quantisable(parameter: Tensor) -> bool:
-    unit = parameter.numel()
-    if isinstance(parameter, DTensor):
-        # The same answer on every rank: parts begin and end at whole rows of the first axis or not at all.
-        if any(isinstance(placement, Shard) and placement.dim != 0 for placement in parameter.placements):
-            return False
-        if any(isinstance(placement, Shard) for placement in parameter.placements):
-            unit = math.prod(parameter.shape[1:])
-    return parameter.numel() >= _MIN_QUANTISED and unit % QUANTISATION_BLOCK == 0
+    if bits == 8 and block_size(parameter) is not None:
+        codes, scale = zeros(parameter, signed)
+        return {name: codes, f"{name}_scale": scale}
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return {name: torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)}
 
 
 class AdamWBatch(Batch):
@@ -208,25 +166,36 @@ class AdamWBatch(Batch):
 
 
 class AdamW8bitBatch(AdamWBatch):
-    """An AdamW update with moments in torchao's 8-bit storage."""
+    """An AdamW update with moments in 8 bits."""
 
     stackable = False
 
     def _update(self, numbers: Tensor) -> None:
         (member,) = self.members
-        width = member.weight.shape[-1]
-        m, v = (cast(Any, to_local(member.state[key])) for key in ("exp_avg", "exp_avg_sq"))
-        by_row = [t.reshape(-1, width) for t in (member.weight, member.gradient, m.codes, v.codes)]
+        m_codes, m_scale = blocks(member.state["exp_avg"], member.state["exp_avg_scale"])
+        v_codes, v_scale = blocks(member.state["exp_avg_sq"], member.state["exp_avg_sq_scale"])
+        weight, gradient = (t.reshape(m_codes.shape) for t in (member.weight, member.gradient))
         row_random, col_random = self.uniforms()
-        if row_random is not None and col_random is not None:
-            row_random, col_random = row_random.flatten(), col_random.reshape(-1, width)[0]
         if self.compile:
-            self.run(adamw_8bit, *by_row, m.scale, v.scale, m.qmap, v.qmap, numbers, row_random, col_random)
+            self.run(adamw_8bit, weight, gradient, m_codes, v_codes, m_scale, v_scale, numbers, row_random, col_random)
             return
-        for index in row_slices(by_row[0], multiple=QUANTISATION_BLOCK // math.gcd(width, QUANTISATION_BLOCK)):
-            rows = range(len(by_row[0]))[index[0]] if index[0] is not ... else range(len(by_row[0]))
-            blocks = slice(rows.start * width // QUANTISATION_BLOCK, rows.stop * width // QUANTISATION_BLOCK)
-            random = None if row_random is None else row_random[index]
-            weight, gradient, m_codes, v_codes = (rows_of(tensor, index) for tensor in by_row)
-            scales = m.scale[blocks], v.scale[blocks]
-            adamw_8bit(weight, gradient, m_codes, v_codes, *scales, m.qmap, v.qmap, numbers, random, col_random)
+        rows = max(1, CHUNK_BYTES // (4 * weight.shape[1:].numel()))
+        for index in (slice(start, start + rows) for start in range(0, len(m_codes), rows)):
+            adamw_8bit(
+                weight[index],
+                gradient[index],
+                m_codes[index],
+                v_codes[index],
+                m_scale[index],
+                v_scale[index],
+                numbers,
+                row_random if row_random is None else row_random[index],
+                col_random if col_random is None else col_random[index],
+            )
+
+    def _rounding_indices(self) -> tuple[Tensor, Tensor]:
+        """Number the blocks (rows, blocks) and the places in a block (block,)."""
+        (member,) = self.members
+        rows, cols = member.rounding_indices()
+        size = cols.numel() // member.state["exp_avg_scale"].shape[-1]
+        return rows.reshape(-1, 1) * member.parameter.shape[-1] + cols[::size], cols[:size] - cols[0]

@@ -19,14 +19,29 @@ from pumice.optim.sharding import any_rank, to_local
 COMPILE_FROM = 1 << 23  # parameters: below, compiling takes longer than it saves
 
 
-def check_number(name: str, value: float, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
-    """Raise ValueError unless ``value`` is a finite number in [low, high), or in (low, high) if ``open_low``."""
+def check_number(name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Raise TypeError or ValueError unless ``value`` is a number in [low, high), or in (low, high) if ``open_low``."""
     bounds = f"{'(' if open_low else '['}{low}, {high})"
-    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    if not is_number or isinstance(value, bool):
         raise TypeError(f"{name} must be a number in {bounds}, got {value!r}")
     number = float(value)
     if not (number > low or (number == low and not open_low)) or not number < high:
         raise ValueError(f"{name} must be in {bounds}, got {number}")
+
+
+def check_whole(name: str, value: Any, low: int) -> None:
+    """Raise TypeError or ValueError unless ``value`` is a whole number of at least ``low``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number of at least {low}, got {value!r}")
+    if value < low:
+        raise ValueError(f"{name} must be a whole number of at least {low}, got {value}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 class MatrixOptimizer(Optimizer):
@@ -52,18 +67,25 @@ class MatrixOptimizer(Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError or TypeError if an option of ``group`` is out of range."""
 
+    def _check_parameter(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Raise ValueError or TypeError if ``parameter`` of ``group`` cannot be trained."""
+        if parameter.is_complex():
+            raise TypeError(f"{type(self).__name__} trains real parameters only, got one of {parameter.dtype}")
+
     @abstractmethod
     def _prepare(self, member: Member) -> type[Batch]:
         """Create the state that ``member`` lacks and return the kind of its update."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, its options checked first."""
+        """Add a group as torch does, its options and parameters checked."""
         self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if parameter.is_complex():
-                self.param_groups.pop()
-                raise TypeError(f"{type(self).__name__} trains real parameters only, got one of {parameter.dtype}")
+        try:
+            for parameter in self.param_groups[-1]["params"]:
+                self._check_parameter(parameter, self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"nonfinite": self.nonfinite, "compile": self.compile, "skipped": dict(self.skipped)}
@@ -104,7 +126,7 @@ class MatrixOptimizer(Optimizer):
             names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
             for name, parameter in zip(names, group["params"], strict=True):
                 number = next(numbers)
-                if parameter.grad is not None and parameter.grad.is_sparse:
+                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                     raise ValueError(
                         f"{type(self).__name__} needs dense gradients, got a sparse one for {name}; "
                         "set sparse=False where the module is made"
@@ -115,9 +137,9 @@ class MatrixOptimizer(Optimizer):
 
     def _only_makes_state(self, members: list[Member]) -> bool:
         """Recognise the step with zero gradients and lr 0 by which torch.distributed.checkpoint creates state."""
-        return all(float(group["lr"]) == 0 for group in self.param_groups) and not any(
-            bool(member.gradient.any()) for member in members
-        )
+        if any(float(group["lr"]) != 0 for group in self.param_groups):
+            return False
+        return not any(bool(any_rank(member.gradient.any(), member.parameter)) for member in members)
 
     def _compiles(self, members: list[Member]) -> bool:
         if self.compile is not None:
@@ -126,8 +148,7 @@ class MatrixOptimizer(Optimizer):
         return size >= COMPILE_FROM and compiler_works(members[0].weight.device)
 
     def _update(self, kinds: list[tuple[type[Batch], Member]]) -> None:
-        local = [(kind, member) for kind, member in kinds]
-        work = list(batches(local, self._compiles([member for _, member in local])))
+        work = list(batches(kinds, self._compiles([member for _, member in kinds])))
         flagged = self._flagged([(batch, batch.measure()) for batch in work])
         if flagged:
             work = [batch for batch in work if batch not in flagged]
@@ -164,15 +185,25 @@ class MatrixOptimizer(Optimizer):
             warnings.warn(f"{message}: its update is skipped", stacklevel=5)
         return [batch for batch in singles if batch not in unfit]
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned; unlike torch's, state keeps the dtype that it was saved in."""
-        super().load_state_dict(dict(state_dict))
+        given: dict[str, Any] = {}  # after other hooks have changed it
+        hooks = [
+            self.register_load_state_dict_pre_hook(lambda _, final: given.update(final)),
+            self.register_load_state_dict_post_hook(lambda _: self._restore(given), prepend=True),
+        ]
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def _restore(self, state_dict: dict[str, Any]) -> None:
+        """Replace state that torch has cast to the parameter's dtype, or taken without a copy."""
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
         for saved_id, parameter in zip(saved_ids, own, strict=True):
-            saved = state_dict["state"].get(saved_id, {})
-            for key, value in saved.items():
-                if isinstance(value, Tensor) and key != "step":
-                    device = to_local(parameter).device
-                    self.state[parameter][key] = value.detach().clone().to(device)
+            for key, value in state_dict["state"].get(saved_id, {}).items():
+                device = value.device if key == "step" else to_local(parameter).device
+                self.state[parameter][key] = value.detach().clone().to(device)

@@ -66,16 +66,21 @@ class Member:
         """Whether the weight is rounded stochastically."""
         return bool(self.group["stochastic_rounding"]) and self.parameter.dtype == torch.bfloat16
 
+    def matrix_numbers(self) -> Tensor:
+        """Return the position of each local matrix in the leading axes of the whole parameter, int64."""
+        numbers = torch.zeros((), dtype=torch.int64, device=self.weight.device)
+        for axis in range(self.parameter.ndim - 2):
+            numbers = numbers.unsqueeze(-1) * self.parameter.shape[axis] + global_indices(self.parameter, axis)
+        return numbers
+
     def rounding_indices(self) -> tuple[Tensor, Tensor]:
         """Return global row numbers (..., m), leading axes counted in, and column numbers (n,)."""
         if self.parameter.ndim < 2:
             row = torch.zeros(1, dtype=torch.int64, device=self.weight.device)
             return row, global_indices(self.parameter, 0) if self.parameter.ndim else row
         out_axis, in_axis = self.axes
-        rows = torch.zeros((), dtype=torch.int64, device=self.weight.device)
-        for axis in (*range(self.parameter.ndim - 2), out_axis):
-            rows = rows.unsqueeze(-1) * self.parameter.shape[axis] + global_indices(self.parameter, axis)
-        return rows, global_indices(self.parameter, in_axis)
+        first_rows = self.matrix_numbers().unsqueeze(-1) * self.parameter.shape[out_axis]
+        return first_rows + global_indices(self.parameter, out_axis), global_indices(self.parameter, in_axis)
 
 
 class Batch(ABC):
@@ -103,6 +108,9 @@ class Batch(ABC):
     def split(self) -> list["Batch"]:
         """Return one batch per member."""
         return [type(self)([member], self.compile) for member in self.members]
+
+    def _rounding_indices(self) -> tuple[Tensor, Tensor]:
+        return self.members[0].rounding_indices()
 
     def run(self, kernel: Callable[..., Any], *arguments: Any) -> Any:
         """Call a kernel, compiled if this batch compiles."""
@@ -133,7 +141,7 @@ class Batch(ABC):
         if not first.rounds:
             return None, None
         keys = torch.tensor([stream_key(member.group["seed"], member.step, member.number) for member in self.members])
-        rows, cols = first.rounding_indices()
+        rows, cols = self._rounding_indices()
         keys = keys.view(-1, *[1] * rows.ndim) if len(self.members) > 1 else keys
         row_random, col_random = self.run(uniforms, rows, cols, keys.to(rows.device, non_blocking=True))
         return row_random, col_random.expand(*row_random.shape[:-1], cols.shape[-1])
@@ -147,7 +155,15 @@ def batches(members: Iterable[tuple[type[Batch], Member]], compile: bool) -> Ite
         size = weight.numel() * weight.element_size()
         key: Any = (kind, member.number)
         if kind.stackable and size < STACK_BYTES and to_local(member.parameter) is member.parameter:
-            key = (kind, id(member.group), weight.shape, weight.dtype, gradient.dtype, weight.device, member.step)
+            key = (
+                kind,
+                id(member.group),
+                member.parameter.shape,
+                weight.dtype,
+                gradient.dtype,
+                weight.device,
+                member.step,
+            )
         alike.setdefault(key, []).append(member)
     for (kind, *_), group in alike.items():
         size = group[0].weight.numel() * max(4, group[0].weight.element_size())

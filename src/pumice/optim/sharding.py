@@ -1,5 +1,6 @@
 """Where the local part of a parameter lies in the whole, and over which process groups its axes are split."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,11 @@ def _shards(tensor: Tensor, axis: int) -> list[tuple[int, Any]]:
         if isinstance(placement, Shard) and placement.dim % tensor.ndim == axis % tensor.ndim:
             splits.append((mesh_dim, tensor.device_mesh))
     return splits
+
+
+def part_count(tensor: Tensor, axis: int) -> int:
+    """Return into how many parts ``axis`` is split."""
+    return math.prod(mesh.size(mesh_dim) for mesh_dim, mesh in _shards(tensor, axis))
 
 
 def global_indices(tensor: Tensor, axis: int) -> Tensor:

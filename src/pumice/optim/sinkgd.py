@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pumice.optim.adamw import AdamW8bitBatch, AdamWBatch, moment
-from pumice.optim.base import MatrixOptimizer, check_number
+from pumice.optim.base import MatrixOptimizer, check_flag, check_number, check_whole
 from pumice.optim.batch import Batch, Member
 from pumice.optim.groups import param_groups
 from pumice.optim.rounding import stochastic_round, stream_key, uniforms
-from pumice.optim.sharding import axis_sum, to_local, vector_like
+from pumice.optim.sharding import axis_sum, global_indices, to_local, vector_like
 from pumice.optim.sinkhorn import (
     accumulation_dtype,
     bounded,
@@ -28,7 +28,8 @@ from pumice.optim.sinkhorn import (
     units,
 )
 
-_FIRST_POWER_ITERATIONS = 10  # later updates continue from the vector of the one before, with one
+_FIRST_POWER_ITERATIONS = 10  # in the first two updates, as LoRA's A has no gradient in the first; then one from there
+_STRAY = 0.01  # share of a random vector in that start: it may be orthogonal to all rows of another gradient
 MATCH_RMS_ADAMW = 0.2  # RMS of an AdamW update in steady state (arXiv 2502.16982, section 2.2)
 
 
@@ -55,12 +56,23 @@ def descend(
     row_uniforms: Tensor | None,
     col_uniforms: Tensor | None,
 ) -> None:
-    """W ← decay · W − diag(r) · G · diag(c), in place; r contains the learning rate."""
+    """W ← decay · W − diag(r) · G · diag(c), in place; c contains the learning rate."""
     step = gradient.to(c.dtype) * r.unsqueeze(-1) * c.unsqueeze(-2)
     new = weight.to(c.dtype) * decay - step
     if row_uniforms is not None and col_uniforms is not None:
         new = stochastic_round(new, row_uniforms, col_uniforms)
     weight.copy_(new)
+
+
+def random_row(member: Member) -> Tensor:
+    """Return vectors (..., n) of length about 1 and none zero, other ones for each update, the same on all ranks."""
+    axis = member.axes[1]
+    cols = global_indices(member.parameter, axis)
+    key = torch.tensor(stream_key(member.group["seed"], member.step, member.number), device=cols.device)
+    of_matrix, of_cols = uniforms(member.matrix_numbers(), cols, key)
+    values = of_matrix.unsqueeze(-1) + of_cols
+    values = values - values.floor() - 0.5 + 2.0**-20  # which makes none zero
+    return values.to(accumulation_dtype(member.weight)) * math.sqrt(12 / member.parameter.shape[axis])
 
 
 class BalancedBatch(Batch):
@@ -89,11 +101,12 @@ class BalancedBatch(Batch):
             col_unit = units(gradient.mT, row_unit, sum_over_rows)
         if self.group["negligible_rows"]:
             keep, kept = self._rows_to_keep(gradient)
+        rows, cols = (first.parameter.shape[axis] for axis in first.axes)
+        self.column_norm = math.sqrt(rows) if kept is None else kept.sqrt()
         if self.compile and not isinstance(first.parameter, DTensor):
             flags: Tensor
             self.r, self.c, flags = self.run(balance_whole, gradient, c, iterations, row_unit, col_unit, keep, kept)
         else:
-            rows, cols = (first.parameter.shape[axis] for axis in first.axes)
             self.r, self.c, flags = iterate(
                 gradient,
                 c,
@@ -126,7 +139,7 @@ class BalancedBatch(Batch):
         return keep, kept.to(accumulation_dtype(gradient))
 
     def _rate(self, gradient: Tensor) -> Tensor | float:
-        """Return the factor of r: lr · lr_scale · sign, and what the options put on it."""
+        """Return the factor of c: lr · lr_scale · sign, and what the options put on it."""
         first, group = self.members[0], self.group
         out_axis, in_axis = first.axes
         d_out, d_in = first.parameter.shape[out_axis], first.parameter.shape[in_axis]
@@ -142,32 +155,32 @@ class BalancedBatch(Batch):
             gradient,
             self.r,
             self.c,
-            self.gather(vectors),
-            _FIRST_POWER_ITERATIONS if first.step == 1 else 1,
+            self.gather(vectors) + _STRAY * self.gather(random_row(member) for member in self.members),
+            _FIRST_POWER_ITERATIONS if first.step <= 2 else 1,
             axis_sum(first.parameter, in_axis),
             axis_sum(first.parameter, out_axis),
         )
         self.scatter(v, vectors)
-        # Balanced columns have norm √d_out, so σ is at least that, however far the power iteration is from its limit.
-        return (rate * target / sigma.clamp(min=math.sqrt(d_out))).unsqueeze(-1)
+        # Balanced columns have norm √m, so σ is at least that, however far the power iteration is from its limit.
+        return rate * target / sigma.unsqueeze(-1).clamp(min=self.column_norm)
 
     def apply(self) -> None:
         """Update weights and the state for the next balancing."""
         gradient = self.gather(member.gradient for member in self.members)
         weights = [member.weight for member in self.members]
         weight = self.gather(weights)
-        r = self.r * self._rate(gradient)
+        c = self.c * self._rate(gradient)  # rather than r, which is 1e-30 for gradients of 1e30
         decay = self.numbers([1 - float(self.group["lr"]) * self.group["weight_decay"]])
         row_random, col_random = self.uniforms()
         if self.compile:
-            self.run(descend, weight, gradient, r, self.c, decay, row_random, col_random)
+            self.run(descend, weight, gradient, self.r, c, decay, row_random, col_random)
         else:
             for index in row_slices(weight):
                 descend(
                     rows_of(weight, index),
                     rows_of(gradient, index),
-                    r[index],
-                    cols_of(self.c, index),
+                    self.r[index],
+                    cols_of(c, index),
                     decay,
                     row_random if row_random is None else row_random[index],
                     col_random if col_random is None else cols_of(col_random, index),
@@ -203,7 +216,7 @@ class SinkGD(MatrixOptimizer):
         warm_start: start from the column scales of the previous update instead of ones. Costs n float32 per matrix.
         weight_decay: decoupled, at least 0; not for parameters of fewer than two dimensions.
         betas: of the AdamW part, each in [0, 1).
-        eps: of the AdamW part, at least 0.
+        eps: of the AdamW part, positive.
         state_bits: 8 or 32: storage of the AdamW part's moments.
         stochastic_rounding: round bfloat16 weights stochastically; see :mod:`pumice.optim.rounding`.
         spectral_target: operator norm of the update before lr and lr_scale: a positive number, or ``"sqrt"`` for
@@ -214,7 +227,7 @@ class SinkGD(MatrixOptimizer):
         base_width: multiply the rate of balanced matrices by base_width / d_in; None does not.
         nonfinite: ``"error"`` raises and names the parameter before anything has changed; ``"skip"`` leaves that
             parameter out of the update, warns, and counts it in ``skipped``.
-        seed: of stochastic rounding and the start of power iterations.
+        seed: whole number of at least 0, of stochastic rounding and the start of power iterations.
         maximize: ascend instead of descend.
         compile: use torch.compile. None: if there are at least 8 million parameters and a compiler works.
 
@@ -296,22 +309,24 @@ class SinkGD(MatrixOptimizer):
         """
         groups = param_groups(model, weight_decay, overrides)
         if adamw_lr is not None:
+            check_number("adamw_lr", adamw_lr, 0)
             for group in (group for group in groups if group["rule"] == "adamw"):
                 group["lr"] = adamw_lr
         return cls(groups, lr, weight_decay=weight_decay, **options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_number("lr", group["lr"], 0)
+        if isinstance(group["lr_scale"], str) and group["lr_scale"] != "match_rms_adamw":
+            raise ValueError(f"lr_scale must be a number or 'match_rms_adamw', got {group['lr_scale']!r}")
         if group["lr_scale"] != "match_rms_adamw":
-            if isinstance(group["lr_scale"], str):
-                raise ValueError(f"lr_scale must be a number or 'match_rms_adamw', got {group['lr_scale']!r}")
             check_number("lr_scale", group["lr_scale"], 0, open_low=True)
-        if not isinstance(group["sinkhorn_iters"], int) or group["sinkhorn_iters"] < 1:
-            raise ValueError(f"sinkhorn_iters must be a whole number of at least 1, got {group['sinkhorn_iters']!r}")
+        check_whole("sinkhorn_iters", group["sinkhorn_iters"], 1)
         check_number("weight_decay", group["weight_decay"], 0)
+        if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
+            raise TypeError(f"betas must be two numbers, got {group['betas']!r}")
         for index, beta in enumerate(group["betas"]):
             check_number(f"betas[{index}]", beta, 0, 1)
-        check_number("eps", group["eps"], 0)
+        check_number("eps", group["eps"], 0, open_low=True)
         if group["state_bits"] not in (8, 32):
             raise ValueError(f"state_bits must be 8 or 32, got {group['state_bits']!r}")
         target = group["spectral_target"]
@@ -322,38 +337,38 @@ class SinkGD(MatrixOptimizer):
         check_number("negligible_rows", group["negligible_rows"], 0, 1)
         if group["base_width"] is not None:
             check_number("base_width", group["base_width"], 0, open_low=True)
+        check_whole("seed", group["seed"], 0)
+        for name in ("warm_start", "stochastic_rounding", "maximize", "transposed"):
+            check_flag(name, group[name])
         if group["rule"] not in ("auto", "sinkgd", "adamw"):
             raise ValueError(f"rule must be 'sinkgd', 'adamw' or 'auto', got {group['rule']!r}")
+
+    def _check_parameter(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        super()._check_parameter(parameter, group)
+        if group["rule"] == "sinkgd" and parameter.ndim < 2:
+            raise ValueError(f"rule 'sinkgd' needs two dimensions, got a parameter of shape {tuple(parameter.shape)}")
+
+    @staticmethod
+    def _balances(parameter: Tensor, group: dict[str, Any]) -> bool:
+        return group["rule"] == "sinkgd" or (group["rule"] == "auto" and parameter.ndim >= 2)
 
     def _prepare(self, member: Member) -> type[Batch]:
         state, group, parameter = member.state, member.group, member.parameter
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-        balanced = group["rule"] == "sinkgd" or (group["rule"] == "auto" and parameter.ndim >= 2)
-        if not balanced:
+        if not self._balances(parameter, group):
+            member.transposed = False  # AdamW knows no rows and columns
             for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
                 if key not in state:
-                    state[key] = moment(parameter, group["state_bits"], signed)
-            return AdamW8bitBatch if hasattr(to_local(state["exp_avg"]), "codes") else AdamWBatch
-        if parameter.ndim < 2:
-            raise ValueError(
-                f"{member.name} has shape {tuple(parameter.shape)}, but rule 'sinkgd' needs two dimensions"
-            )
+                    state.update(moment(parameter, key, group["state_bits"], signed))
+            return AdamW8bitBatch if "exp_avg_scale" in state else AdamWBatch
         if group["warm_start"] and "col_scale" not in state:
             state["col_scale"] = vector_like(self._row_of_ones(member), parameter, member.axes[1])
         if group["spectral_target"] is not None and "right_vector" not in state:
-            state["right_vector"] = vector_like(self._random_row(member), parameter, member.axes[1])
+            state["right_vector"] = vector_like(random_row(member), parameter, member.axes[1])
         return BalancedBatch
 
     @staticmethod
     def _row_of_ones(member: Member) -> Tensor:
         weight = member.weight
         return torch.ones(*weight.shape[:-2], weight.shape[-1], dtype=accumulation_dtype(weight), device=weight.device)
-
-    @staticmethod
-    def _random_row(member: Member) -> Tensor:
-        rows, cols = member.rounding_indices()
-        key = torch.tensor(stream_key(member.group["seed"], 0, member.number), device=cols.device)
-        row_random, col_random = uniforms(rows[..., 0], cols, key)
-        values = row_random.unsqueeze(-1) + col_random
-        return (values - values.floor() - 0.5).to(accumulation_dtype(member.weight))

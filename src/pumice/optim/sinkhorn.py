@@ -261,18 +261,17 @@ def power_iteration(
         sum_over_rows: completes sums over rows where they are sharded.
 
     Returns:
-        σ (...), and the right singular vectors v (..., n) to start from next time. Where X is zero, σ is 0 and v is
-        unchanged.
+        σ (...), from below; and the right singular vectors v (..., n) to start from next time. Where X v is zero, σ is
+        0 and v is unchanged.
     """
     sigma = torch.zeros(gradient.shape[:-2], dtype=c.dtype, device=c.device)
     for _ in range(iterations):
         u = r * sum_over_cols(_matvec(gradient, c * v))
         next_v = c * sum_over_rows(_matvec(gradient.mT, r * u))
-        length = sum_over_cols(v.square().sum(-1)).sqrt()
-        sigma = sum_over_rows(u.square().sum(-1)).sqrt() / length
-        norm = sum_over_cols(next_v.square().sum(-1)).sqrt()
-        alive = (norm > 0).unsqueeze(-1)
-        v = torch.where(alive, next_v / torch.where(alive, norm.unsqueeze(-1), 1.0), v)
+        u_norm, v_norm = sum_over_rows(u.square().sum(-1)).sqrt(), sum_over_cols(next_v.square().sum(-1)).sqrt()
+        alive = v_norm > 0
+        sigma = torch.where(alive, v_norm / u_norm, 0.0)
+        v = torch.where(alive.unsqueeze(-1), next_v / v_norm.unsqueeze(-1), v)
     return sigma, v
 
 
