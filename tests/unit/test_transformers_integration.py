@@ -65,7 +65,7 @@ def test_called_as_axolotl_does(model: PreTrainedModel, tmp_path: Path) -> None:
         ({}, {"lr": 0.1}, "method option lr is 0.1 but trainer.learning_rate is 0.02: set only the latter"),
         ({}, {"learning_rate": 0.1}, "method option learning_rate is 0.1 but trainer.learning_rate is 0.02"),
         ({"weight_decay": 0.1}, {"weight_decay": 0.0}, "weight_decay is 0.0 but trainer.weight_decay is 0.1"),
-        ({"adam_beta2": 0.99}, {"betas": [0.9, 0.95]}, "but trainer.adam_beta1 and adam_beta2 is (0.9, 0.99)"),
+        ({"adam_beta2": 0.99}, {"betas": [0.9, 0.95]}, "but trainer.(adam_beta1, adam_beta2) is (0.9, 0.99)"),
         ({"adam_epsilon": 1e-6}, {"eps": 1e-7}, "eps is 1e-07 but trainer.adam_epsilon is 1e-06"),
     ],
 )

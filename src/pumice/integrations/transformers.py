@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Options that no method has: they are fields of TrainingArguments.
 TRAINERS_OWN = {"lr": "learning_rate", "learning_rate": "learning_rate", "weight_decay": "weight_decay"}
-_ADAM = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
+_ADAM = {"betas": "(adam_beta1, adam_beta2)", "eps": "adam_epsilon"}
 
 
 class OptimizerFactory:
