@@ -71,6 +71,11 @@ class Schedule:
     def _step(self, moment: float) -> int:
         return round(moment * self.total_steps) if isinstance(moment, float) else moment
 
+    @property
+    def updates(self) -> int:
+        """Number of updates of the whole run."""
+        return self.stop_step // self.interval - (max(self.start_step, 1) - 1) // self.interval
+
     def due(self, step: int) -> bool:
         """Whether the topology changes after optimizer step ``step``."""
         return step > 0 and step % self.interval == 0 and self.start_step <= step <= self.stop_step

@@ -126,7 +126,7 @@ class Topology:
         updates: Topology updates so far.
 
     Raises:
-        UserError: A setting is out of range, or the model has no block-sparse layer.
+        UserError: A setting is out of range, no update would ever happen, or the model has no block-sparse layer.
     """
 
     def __init__(
@@ -147,6 +147,11 @@ class Topology:
         self.schedule = Schedule(interval, total_steps, drop_fraction, final_drop_fraction, start, stop, final_share)
         if grow not in (rules := ("random", "gradient", "static")):
             raise UserError(f"unknown growth rule '{grow}'; {nearest(str(grow), rules)}")
+        if grow != "static" and not self.schedule.updates:
+            raise UserError(
+                f"no topology update would happen: interval={interval} has no multiple from step "
+                f"{self.schedule.start_step} to {self.schedule.stop_step}; lower it, or use grow='static'"
+            )
         if not isinstance(grace, int) or grace < 0:
             raise UserError(f"grace must be a whole number of updates, at least 0, got {grace}")
         self.grow, self.grace, self.seed = grow, grace, seed

@@ -9,6 +9,9 @@ from pumice.sparse.schedule import Schedule
 def test_updates_fall_on_multiples_from_start_to_stop():
     schedule = Schedule(interval=10, total_steps=100, start=20, stop=0.75)
     assert [step for step in range(101) if schedule.due(step)] == [20, 30, 40, 50, 60, 70]
+    assert schedule.updates == 6
+    assert Schedule(10, 100, start=21, stop=29).updates == 0
+    assert Schedule(10, 100).updates == 7
     assert [step for step in range(5) if Schedule(1, 4, stop=1.0).due(step)] == [1, 2, 3, 4]
 
 
