@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Its words, without the program's name; by default those of the process.
 
     Returns:
-        The exit code: 0, 2 for a mistake of the user, or 128 + the number of the signal that stopped a run.
+        The exit code: 0; 1 if training came to values that are not finite; 2 for a mistake of the user; or 128 + the
+        number of the signal that stopped a run.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
@@ -50,13 +51,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         if debug:
             traceback.print_exc()
-        print(f"pumice: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _say(error, 2)
+    except FloatingPointError as error:  # the training itself came to nothing
+        if debug:
+            traceback.print_exc()
+        return _say(error, 1)
     except KeyboardInterrupt:
         if debug:
             traceback.print_exc()
         print("pumice: interrupted", file=sys.stderr)
         return 130
+
+
+def _say(error: Exception, code: int) -> int:
+    print(f"pumice: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
 
 
 def _dispatch(words: list[str]) -> int:
