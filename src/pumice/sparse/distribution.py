@@ -22,6 +22,7 @@ def active_blocks(grids: Mapping[str, BlockGrid], density: float, distribution: 
     block more goes to one layer after the other, those that lost most by rounding first (the earlier layer if equal),
     for as long as it brings the total of entries closer to Σ d_l · entries. A block of a layer counts as many entries
     as its blocks have on average, because which of them are active, and so how many are short, is not known here.
+    Layers of one shape can thus differ by one block.
 
     Args:
         grids: Block grid of each layer, by name, in the model's order.

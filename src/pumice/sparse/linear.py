@@ -221,8 +221,10 @@ class BlockSparseLinear(nn.Module):
     def record_block_norms(self, on: bool) -> None:
         # As the gradient of an input that nothing else reads, the norms are summed over micro-batches by autograd
         # itself, compiled or not, and activation checkpointing does not count a layer twice.
-        device = self.values.device
-        self._norms = torch.zeros(self.grid.blocks, device=device, requires_grad=True) if on else None
+        self._norms = None
+        if on:
+            device = self.values.device
+            self._norms = torch.zeros(self.grid.blocks, dtype=torch.float32, device=device, requires_grad=True)
 
     @property
     def block_norms(self) -> Tensor | None:

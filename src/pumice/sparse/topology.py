@@ -239,6 +239,6 @@ class Topology:
             return random_scores(layer.grid.blocks, self.seed, name, self.updates).to(layer.ids.device)
         norms = layer.block_norms
         if norms is None:
-            norms = torch.zeros(layer.grid.blocks, device=layer.ids.device)
+            norms = torch.zeros(layer.grid.blocks, dtype=torch.float32, device=layer.ids.device)
         norms = summed(norms)  # by every rank, also by one whose layer had no gradient
         return norms if bool(norms.any()) else None

@@ -98,6 +98,18 @@ def test_block_norms_are_summed_over_micro_batches_and_not_doubled_by_checkpoint
     assert sparse.block_norms is None
 
 
+def test_norms_are_float32_whatever_the_layer_and_the_default_are():
+    torch.set_default_dtype(torch.float64)
+    try:
+        sparse = layer().to(torch.bfloat16)
+        sparse.record_block_norms = True
+        sparse(torch.ones(2, COLS, dtype=torch.bfloat16)).sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert sparse.block_norms.dtype == torch.float32
+    assert sparse.block_norms.tolist() == pytest.approx([16.0, 16.0, 8.0] * ROWS)  # every entry of dL/dW is 2
+
+
 def test_checkpointing_gives_the_same_gradients():
     sparse = layer()
     x = torch.randn(4, COLS, requires_grad=True)
