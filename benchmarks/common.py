@@ -7,10 +7,10 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median, quantiles
@@ -31,7 +31,8 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def parse(made: argparse.ArgumentParser, name: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse ``argv``, set the number of threads and settle where results go."""
+    """Parse ``argv``, set the number of threads and settle where results go and which commit they name."""
+    commit()
     args = made.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -49,7 +50,7 @@ def environment(argv: Sequence[str] | None = None) -> dict[str, Any]:
     shown = [Path(word).name if os.sep in word else word for word in words]
     return {
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *shown]),
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
             "cpu": _cpu(),
@@ -66,8 +67,9 @@ def environment(argv: Sequence[str] | None = None) -> dict[str, Any]:
     }
 
 
-def _commit() -> str:
-    """Return the commit of this checkout, with "+changes" if optimizers or benchmarks differ from it."""
+@cache
+def commit() -> str:
+    """Return the commit that this process began with, with "+changes" if optimizers or benchmarks differ from it."""
 
     def git(*words: str) -> str:
         root = Path(__file__).parents[1]
@@ -101,10 +103,9 @@ def save(path: Path | None, settings: Mapping[str, Any], values: Any, argv: Sequ
         return
     content = {"name": path.stem, **environment(argv), "settings": settings, "values": values}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-    os.replace(file.name, path)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    os.replace(part, path)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 VOCABULARY = 256  # a token is a byte; documents end with byte 0
 
 
-def tiny_llama() -> LlamaConfig:
-    """0.5 million parameters, four layers of width 96."""
+def tiny_llama(layers: int = 4) -> LlamaConfig:
+    """Return a model of 0.5 million parameters: four layers of width 96."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=96,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=3,
         max_position_embeddings=256,
         tie_word_embeddings=False,
@@ -29,7 +29,7 @@ def tiny_llama() -> LlamaConfig:
 
 
 def tiny_qwen3() -> Qwen3Config:
-    """0.3 million parameters, six layers of width 64, grouped queries, tied embeddings."""
+    """Return a model of 0.3 million parameters: six layers of width 64, grouped queries, tied embeddings."""
     return Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -44,7 +44,7 @@ def tiny_qwen3() -> Qwen3Config:
 
 
 def llama_60m() -> LlamaConfig:
-    """58 million parameters, as in the SinkGD paper: 8 layers of width 512."""
+    """Return a model of 58 million parameters, as in the SinkGD paper: 8 layers of width 512."""
     return LlamaConfig(
         vocab_size=32000,
         hidden_size=512,
@@ -57,7 +57,7 @@ def llama_60m() -> LlamaConfig:
 
 
 def llama_350m_stack(layers: int = 4) -> LlamaConfig:
-    """Some layers of the SinkGD paper's 350-million-parameter model, whole embeddings included."""
+    """Return some layers of the SinkGD paper's 350-million-parameter model, whole embeddings included."""
     return LlamaConfig(
         vocab_size=32000,
         hidden_size=1024,

@@ -3,7 +3,8 @@
 Every row searches a grid of its own, seed 0, that grows for as long as its best value lies at an edge; its best
 setting is run with a second seed. The last row combines what won, by rule: the best form of the matrix update, the best
 treatment of embeddings and head, then the learning rate of the AdamW part, the learning rate, and the betas of the
-AdamW part. AdamW is searched over betas and learning rate, then over a learning rate of its own for embeddings and head.
+AdamW part. AdamW is searched over betas and learning rate, then over a learning rate of its own for embeddings and
+head.
 """
 
 import math

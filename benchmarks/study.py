@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import environment, load, save
+from common import commit, load, save
 from models import Corpus, build
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig
 
-from pumice.optim import SinkGD, param_groups
+from pumice.optim import SinkGD
 
 EMBEDDINGS = r"embed_tokens|lm_head"
 Observer = Callable[[int, Optimizer], None]
@@ -67,22 +67,10 @@ def optimizer(model: nn.Module, spec: Mapping[str, Any], compile: bool) -> Optim
     "method" is "adamw" or "sinkgd", the rest are arguments of :func:`adamw` or ``SinkGD.from_model``. "embeddings"
     holds options of SinkGD for embeddings and head alone, which are balanced then.
     """
-    options = {key: value for key, value in spec.items() if key not in ("method", "embeddings")}
+    options = {key: value for key, value in spec.items() if key != "method"}
     if spec["method"] == "adamw":
         return adamw(model, **options)
-    if "embeddings" not in spec:
-        return SinkGD.from_model(model, compile=compile, **options)
-    groups = []
-    adamw_lr = options.pop("adamw_lr", options["lr"])
-    for group in param_groups(model, overrides={EMBEDDINGS: "sinkgd"}):
-        if group["rule"] == "adamw":
-            groups.append({**group, "lr": adamw_lr})
-            continue
-        apart = [bool(re.search(EMBEDDINGS, name)) for name, _ in group["params"]]
-        for embeddings, more in ((False, {}), (True, spec["embeddings"])):
-            params = [pair for pair, is_apart in zip(group["params"], apart, strict=True) if is_apart == embeddings]
-            groups.append({**group, "params": params, **more})
-    return SinkGD(groups, compile=compile, **options)
+    return SinkGD.from_model(model, compile=compile, **options)
 
 
 class Bench:
@@ -185,7 +173,7 @@ class Runs:
             if run["run"] == wanted:
                 return run["result"]
         made = json.loads(json.dumps(work()))
-        now = {"commit": environment()["commit"], "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        now = {"commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
         self.done.append({"run": wanted, "result": made, **now})
         self.write()
         print(json.dumps(wanted), "->", made.get("loss"), f"({made.get('seconds')} s)", flush=True)
