@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -143,7 +144,7 @@ def _listen() -> None:
     ours = logging.getLogger("pumice")
     if not any(isinstance(handler, _Stderr) for handler in ours.handlers):
         ours.addHandler(_Stderr())
-    ours.setLevel(logging.INFO)
+    ours.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)  # of torchrun: one speaks
     ours.propagate = False
     for noisy in ("torchao", "torch.utils._pytree"):  # on import: extensions for other hardware, deprecations inside
         logging.getLogger(noisy).setLevel(logging.ERROR)

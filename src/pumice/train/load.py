@@ -23,7 +23,7 @@ _RECIPES = resources.files("pumice") / "recipes"
 # What may differ between a run and its resumption: none of it reaches the weights.
 _INCONSEQUENTIAL = re.compile(
     r"output\..*|trainer\.(dataloader_(num_workers|pin_memory|prefetch_factor|persistent_workers)|disable_tqdm"
-    r"|report_to|run_name|log_level|save_total_limit)"
+    r"|report_to|run_name|log_level|save_total_limit|hub_token)"
 )
 
 
@@ -88,7 +88,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def dump(recipe: Recipe) -> str:
-    """Return a recipe as YAML that :func:`load` reads back as the same recipe.
+    """Return a recipe as YAML that :func:`load` reads back as the same recipe, but for access tokens.
 
     Of ``trainer`` it holds what pumice has a default of its own for and what is not TrainingArguments' default.
     """
@@ -97,6 +97,7 @@ def dump(recipe: Recipe) -> str:
         field.name: tree["trainer"][field.name]
         for field in dataclasses.fields(recipe.trainer)
         if field.name in DEFAULTS or tree["trainer"][field.name] != _default(field)
+        if not field.name.endswith("_token")
     }
     text: str = yaml.safe_dump(_plain(tree), sort_keys=False, allow_unicode=True)
     return text

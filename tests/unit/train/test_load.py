@@ -143,7 +143,14 @@ def test_differences_are_those_that_change_the_weights() -> None:
     ]
 
 
-def test_saved_recipe_pins_pumices_own_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_recipe_holds_no_secret() -> None:
+    recipe = load("quickstart", ["--trainer.hub_token", "sesame"])
+    assert recipe.trainer.hub_token == "sesame"
+    assert "sesame" not in dump(recipe)
+    assert differences(recipe, load("quickstart")) == []
+
+
+def test_saved_recipe_pins_pumices_own_defaults() -> None:
     """So that a later version with other defaults runs a saved recipe as it was run."""
     saved = yaml.safe_load(dump(load("quickstart", ["--trainer.adam_beta2", "0.95"])))["trainer"]
     assert saved.keys() >= loading.DEFAULTS.keys()
