@@ -5,8 +5,10 @@ import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pumice.errors import UserError
 from pumice.sparse import BlockSparseLinear, Topology, sparsify
@@ -231,6 +233,9 @@ def test_gradual_densities_empty_slots_for_good():
     updates = train(model, topology, torch.optim.AdamW(model.parameters(), lr=0.01), 0, 4)
     assert slots == 15
     assert [update.layers[0].active for update in updates] == [9, 6, 5, 5]
+    born, alive = updates[1].layers[0].survivors[1]
+    assert born == 2
+    assert alive <= born  # the six slots that the first update emptied are no survivors
     layer = model[0]
     empty = layer.ids == layer.grid.blocks
     assert layer.values.shape == shape
@@ -359,21 +364,29 @@ def test_one_slot_keeps_the_step_count_of_the_optimizer():
     assert (state["step"].item(), state["m"].sum().item(), state["flag"]) == (7.0, 0.0, True)
 
 
-@pytest.fixture
-def mesh():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
+@pytest.fixture(params=[0, 1])
+def half(request):
+    """A mesh of two ranks seen from one of them, without the other."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
 
 
-def test_sharded_slots(mesh):
-    for placement in (Shard(0), Replicate()):
-        tensor = DTensor.from_local(torch.ones(4, 1, 2), mesh, [placement])
-        zero_slots(tensor, torch.tensor([1, 3]))
-        assert gathered(tensor)[:, 0, 0].tolist() == [1, 0, 1, 0]
+def test_slots_of_an_uneven_shard(half):
+    """Five slots: the first rank has 0, 1, 2, the second has 3 and 4."""
+    rank = half.get_local_rank()
+    local = torch.ones(3 - rank, 1, 2)
+    tensor = DTensor.from_local(local, half, [Shard(0)], run_check=False, shape=(5, 1, 2), stride=(2, 2, 1))
+    zero_slots(tensor, torch.tensor([0, 3]))
+    assert tensor.to_local()[:, 0, 0].tolist() == [[0, 1, 1], [0, 1]][rank]
+
+
+def test_replicated_slots_and_other_shards(half):
+    tensor = DTensor.from_local(torch.ones(4, 1, 2), half, [Replicate()], run_check=False)
+    zero_slots(tensor, torch.tensor([1, 3]))
+    assert gathered(tensor)[:, 0, 0].tolist() == [1, 0, 1, 0]
     with pytest.raises(ValueError, match="sharded along axis 0"):
-        zero_slots(DTensor.from_local(torch.ones(4, 1, 2), mesh, [Shard(2)]), torch.tensor([1]))
+        zero_slots(DTensor.from_local(torch.ones(4, 1, 2), half, [Shard(2)], run_check=False), torch.tensor([1]))
 
 
 # --- diagnostics -----------------------------------------------------------------------------------------------------
