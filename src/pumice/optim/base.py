@@ -58,6 +58,8 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         if nonfinite not in ("error", "skip"):
             raise ValueError(f"nonfinite must be 'error' or 'skip', got {nonfinite!r}")
+        if compile is not None:
+            check_flag("compile", compile)
         self.nonfinite = nonfinite
         self.compile = compile
         self.skipped: dict[str, int] = {}
@@ -87,6 +89,12 @@ class MatrixOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # saved before an option existed
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
     def __getstate__(self) -> dict[str, Any]:
         own = {"nonfinite": self.nonfinite, "compile": self.compile, "skipped": dict(self.skipped)}
         return {**super().__getstate__(), **own}
@@ -114,7 +122,7 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         kinds = [(self._prepare(member), member) for member in self._members()]
-        present = [(kind, member) for kind, member in kinds if member.parameter.grad is not None]
+        present = [pair for pair in kinds if pair[1].parameter.grad is not None and pair[1].parameter.numel() > 0]
         if present and not self._only_makes_state([member for _, member in present]):
             self._update(present)
         return loss
