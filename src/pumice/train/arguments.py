@@ -34,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "save_steps": 100,
     "save_total_limit": 2,
     "report_to": ["tensorboard"],
+    "ddp_find_unused_parameters": False,  # True walks the graph at every step, and dense models have none
 }
 
 # Fields of TrainingArguments that a recipe sets in another place, and that place.
