@@ -1,8 +1,9 @@
 """A corpus and a recipe so small that a run takes seconds."""
 
 import json
+import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,16 @@ import yaml
 from pumice.cli import main
 
 WORDS = "the a red old stone river floats sinks under over light slow water and then of with no".split()
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Undo what a command did to the logger, which is one for all tests of a process."""
+    yield
+    logger = logging.getLogger("pumice")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,6 @@ def test_in_trainer(model: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCa
         callbacks=[ReportOptimizer()],
     )
     with caplog.at_level(logging.INFO, logger="pumice"):
-        logging.getLogger("pumice").propagate = True
         trainer.train()
     optimizer = trainer.optimizer.optimizer
     assert isinstance(optimizer, SinkGD)

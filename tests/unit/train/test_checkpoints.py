@@ -41,7 +41,6 @@ def test_a_broken_file_is_found_and_the_one_before_taken(
         (broken / name).unlink()
     before = {file for file in tmp_path.rglob("*") if file.is_file()}
     with caplog.at_level(logging.WARNING, logger="pumice"):
-        logging.getLogger("pumice").propagate = True
         assert checkpoints.last_whole(tmp_path) == whole
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("skipped checkpoint-100, a save that was cut short: ")
