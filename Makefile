@@ -8,15 +8,18 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 VERSIONS := constraints/tested.txt
 INSTALLED := $(VENV)/installed
+# One thread a worker: more would compete for the cores.
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .NOTPARALLEL:
-.PHONY: help quickstart test check lint types contract pins clean
+.PHONY: help quickstart test slow check lint types contract pins clean
 
 help:
 	@echo "make quickstart   install, and train a small language model on Python's own source files"
 	@echo "make test         install the test extra, and run all tests"
-	@echo "make check        install the dev extra, and run lint, types, contract and test, as CI does"
+	@echo "make slow         run the tests of some minutes, which the others leave out"
+	@echo "make check        install the dev extra, and run lint, types, contract and test"
 	@echo "make lint | types | contract   one of them"
 	@echo "make pins         renew $(VERSIONS) from the newest versions"
 	@echo "make clean        remove the virtual environment and all caches; runs/ stays"
@@ -24,9 +27,11 @@ help:
 quickstart: $(INSTALLED)
 	$(BIN)/pumice train quickstart --resume auto
 
-# One thread a worker: more would compete for the cores.
 test: $(INSTALLED)-test
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
+	$(PYTEST)
+
+slow: $(INSTALLED)-test
+	$(PYTEST) -m slow
 
 check: lint types contract test
 
