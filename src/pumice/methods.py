@@ -97,8 +97,10 @@ class SinkGDOptions:
         base_width: Multiply the learning rate of balanced matrices by base_width / d_in; none: do not.
         nonfinite: What to do about a gradient that is not finite: "error", or "skip" the parameter and warn.
         seed: Seed of the rounding; none: the trainer's.
-        compile: Use torch.compile; none: for large models.
         overrides: Regular expressions on parameter names, and the rule ("sinkgd" or "adamw") for what they match.
+        embeddings: Options with which to balance embeddings and output heads, like lr_scale and negligible_rows; none:
+            AdamW trains them.
+        compile: Use torch.compile for the update; none: for large models where a compiler works.
     """
 
     lr_scale: float | Literal["match_rms_adamw"] = 0.05
@@ -114,8 +116,9 @@ class SinkGDOptions:
     base_width: int | None = None
     nonfinite: Literal["error", "skip"] = "error"
     seed: int | None = None
-    compile: bool | None = None
     overrides: dict[str, str] | None = None
+    embeddings: dict[str, Any] | None = None
+    compile: bool | None = None
 
 
 def _sinkgd(model: nn.Module, lr: float, weight_decay: float, options: SinkGDOptions) -> Optimizer:

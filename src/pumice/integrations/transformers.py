@@ -111,18 +111,19 @@ class ReportOptimizer(TrainerCallback):
     """Logs, when training begins, which optimizer really runs, and how it routes the parameters if it does.
 
     Args:
-        overrides: Those given to the method, if any.
+        overrides: The method's option of that name.
+        embeddings: The same.
     """
 
-    def __init__(self, overrides: Mapping[str, str] | None = None) -> None:
-        self._overrides = overrides
+    def __init__(self, overrides: Mapping[str, str] | None = None, embeddings: Mapping[str, Any] | None = None) -> None:
+        self._how = overrides, embeddings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log at level INFO on the main process."""
         if state.is_world_process_zero:
             logger.info(describe(kwargs["optimizer"]))
             if any("rule" in group for group in kwargs["optimizer"].param_groups):
-                logger.info("%s", routing(kwargs["model"], self._overrides))
+                logger.info("%s", routing(kwargs["model"], *self._how))
 
 
 def describe(optimizer: Optimizer) -> str:

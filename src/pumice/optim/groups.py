@@ -44,7 +44,10 @@ _RULES: tuple[Rule, ...] = ("sinkgd", "adamw")
 
 
 def param_groups(
-    model: nn.Module, weight_decay: float = 0.0, overrides: Mapping[str, str] | None = None
+    model: nn.Module,
+    weight_decay: float = 0.0,
+    overrides: Mapping[str, str] | None = None,
+    embeddings: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Sort the trainable parameters of a model into groups for :class:`pumice.optim.SinkGD`.
 
@@ -56,11 +59,13 @@ def param_groups(
             (``re.search``) in the full parameter names, and in every name of a shared parameter; anchor it with ``^``
             and ``$`` to match whole names. The first that matches wins. Overridden to ``"sinkgd"``, a parameter is
             balanced over its last two axes.
+        embeddings: If given, embeddings and output heads (lines 2 and 3) are balanced too, in groups of their own with
+            these options of :class:`pumice.optim.SinkGD`.
 
     Returns:
-        At most four groups, none empty: balanced, balanced and stored as [in, out], AdamW, AdamW without decay. Each
-        has ``params`` (list of (name, parameter)), ``rule``, ``transposed`` (True: the input dimension is the second
-        last axis; False: the last) and ``weight_decay``.
+        Groups, none empty: balanced, balanced and stored as [in, out], embeddings and heads if they are balanced,
+        AdamW, AdamW without decay. Each has ``params`` (list of (name, parameter)), ``rule``, ``transposed`` (True: the
+        input dimension is the second last axis; False: the last) and ``weight_decay``.
 
     Raises:
         UserError: An override is not a regular expression, matches no parameter, names an unknown rule, or balances a
@@ -70,28 +75,27 @@ def param_groups(
     """
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise UserError(f"weight_decay must be finite and not negative, got {weight_decay}")
-    groups: dict[tuple[Rule, bool, bool], list[tuple[str, nn.Parameter]]] = {
-        ("sinkgd", False, True): [],
-        ("sinkgd", True, True): [],
-        ("adamw", False, True): [],
-        ("adamw", False, False): [],
-    }
-    for parameter, row in _assign(model, overrides):
-        if row.rule != "frozen":
-            groups[row.rule, row.transposed, row.decays].append((row.name, parameter))
-    return [
-        {"params": params, "rule": rule, "transposed": transposed, "weight_decay": weight_decay if decays else 0.0}
-        for (rule, transposed, decays), params in groups.items()
-        if params
-    ]
+    groups: dict[tuple[bool, bool, bool, bool], dict[str, Any]] = {}
+    for parameter, row in _assign(model, overrides, embeddings is not None):
+        if row.rule == "frozen":
+            continue
+        own = embeddings if row.embedding and row.rule == "sinkgd" else None
+        key = (row.rule == "adamw", own is not None, row.transposed, not row.decays)
+        group = groups.setdefault(key, {"params": [], "rule": row.rule, "transposed": row.transposed, **(own or {})})
+        group.setdefault("weight_decay", weight_decay if row.decays else 0.0)
+        group["params"].append((row.name, parameter))
+    return [groups[key] for key in sorted(groups)]
 
 
-def routing(model: nn.Module, overrides: Mapping[str, str] | None = None) -> Routing:
+def routing(
+    model: nn.Module, overrides: Mapping[str, str] | None = None, embeddings: Mapping[str, Any] | None = None
+) -> Routing:
     """Tell how :func:`param_groups` would sort the parameters of a model, and why.
 
     Args:
         model: Any module, on any device, the meta device included.
         overrides: As in :func:`param_groups`.
+        embeddings: As in :func:`param_groups`.
 
     Returns:
         A table with one row per parameter, frozen ones included; print it.
@@ -99,7 +103,7 @@ def routing(model: nn.Module, overrides: Mapping[str, str] | None = None) -> Rou
     Raises:
         UserError, TypeError, ValueError: As :func:`param_groups`.
     """
-    return Routing(tuple(row for _, row in _assign(model, overrides)))
+    return Routing(tuple(row for _, row in _assign(model, overrides, embeddings is not None)))
 
 
 class _Use(NamedTuple):
@@ -117,7 +121,9 @@ class _Route(NamedTuple):
     decays: bool = True
 
 
-def _assign(model: nn.Module, overrides: Mapping[str, str] | None) -> list[tuple[nn.Parameter, Row]]:
+def _assign(
+    model: nn.Module, overrides: Mapping[str, str] | None, balance_embeddings: bool
+) -> list[tuple[nn.Parameter, Row]]:
     """Route each distinct parameter, in the model's order."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module to route, got {type(model).__name__}")
@@ -131,11 +137,15 @@ def _assign(model: nn.Module, overrides: Mapping[str, str] | None) -> list[tuple
     assigned = []
     for name, parameter in _listed_once(model, uses):
         places = uses[id(parameter)]
-        route = _route(parameter, places, special.get(id(parameter)))
+        kind = special.get(id(parameter), "")
+        route = _route(parameter, places, kind)
+        embedding = kind not in ("", _ROUTER) and parameter.ndim >= 2
         if not parameter.requires_grad:
             route = _Route("frozen", "does not require a gradient", decays=False)
         elif override := next((o for o in chosen if any(o[0].search(use.name) for use in places)), None):
             route = _overridden(parameter, places, route, override)
+        elif embedding and balance_embeddings:
+            route = _Route("sinkgd", f"{kind}, balanced", transposed=_route(parameter, places, "").transposed)
         aliases = ", ".join(use.name for use in places if use.name != name)
         row = Row(
             name=name,
@@ -144,6 +154,7 @@ def _assign(model: nn.Module, overrides: Mapping[str, str] | None) -> list[tuple
             reason=route.reason + (f", shared with {aliases}" if aliases else ""),
             transposed=route.transposed,
             decays=route.decays,
+            embedding=embedding,
             elements=parameter.numel(),
             bytes=parameter.numel() * parameter.element_size(),
         )
@@ -215,7 +226,7 @@ def _overridden(parameter: nn.Parameter, places: list[_Use], route: _Route, over
             f"override '{expression}' gives '{name}' of shape {shape} to sinkgd, which needs two or more dimensions; "
             "narrow the expression or give it to adamw"
         )
-    layout = _route(parameter, places, special=None)  # to balance a head does not turn it around
+    layout = _route(parameter, places, special="")  # to balance a head does not turn it around
     return _Route(rule, reason, transposed=layout.transposed)
 
 
@@ -235,7 +246,7 @@ def _special(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     if embeddings and linears and linears[-1].out_features == embeddings[0].num_embeddings:
         yield linears[-1], "output head, as many outputs as the embedding has rows"
     for module in modules:
-        yield from ((router, "router of experts") for router in _routers(module))
+        yield from ((router, _ROUTER) for router in _routers(module))
 
 
 def _returned(modules: list[nn.Module], getter: str, kind: str) -> Iterator[tuple[nn.Module, str]]:
@@ -260,6 +271,7 @@ def _label_heads(model: nn.Module) -> Iterator[nn.Module]:
                 yield module
 
 
+_ROUTER = "router of experts"
 _ROUTER_CLASS = re.compile(r"Router|(TopK|MoE)\w*Gat(e|ing)$")
 
 
@@ -285,11 +297,11 @@ def _expert_count(name: str, module: nn.Module) -> int:
 # --- lines 1 and 5 to 10: what a module says of its own parameters -------------------------------------------------
 
 
-def _route(parameter: nn.Parameter, places: list[_Use], special: str | None) -> _Route:
+def _route(parameter: nn.Parameter, places: list[_Use], special: str) -> _Route:
     """The first line of the list that fits in any of the parameter's places."""
     if parameter.ndim < 2:
         return _Route("adamw", "fewer than two dimensions", decays=False)
-    if special is not None:
+    if special:
         return _Route("adamw", special)
     for line in (_bias, _convolution, _single, _linear, _expert):
         for use in places:

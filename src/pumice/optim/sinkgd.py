@@ -72,7 +72,7 @@ def random_row(member: Member) -> Tensor:
     of_matrix, of_cols = uniforms(member.matrix_numbers(), cols, key)
     values = of_matrix.unsqueeze(-1) + of_cols
     values = values - values.floor() - 0.5 + 2.0**-20  # which makes none zero
-    return values.to(accumulation_dtype(member.weight)) * math.sqrt(12 / member.parameter.shape[axis])
+    return values.to(accumulation_dtype(member.weight)) * math.sqrt(12 / max(1, member.parameter.shape[axis]))
 
 
 class BalancedBatch(Batch):
@@ -295,6 +295,7 @@ class SinkGD(MatrixOptimizer):
         weight_decay: float = 0.0,
         adamw_lr: float | None = None,
         overrides: Mapping[str, str] | None = None,
+        embeddings: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Self:
         """Make the optimizer for a model, each parameter under the rule that fits its module.
@@ -305,9 +306,11 @@ class SinkGD(MatrixOptimizer):
             weight_decay: see the class.
             adamw_lr: learning rate of the AdamW part, as the lr of its groups; None: ``lr``.
             overrides: regular expressions on parameter names to rules; see :func:`pumice.optim.param_groups`.
+            embeddings: options of the class with which to balance embeddings and output heads, which then keep no
+                moments either, for example ``{"lr_scale": 0.025, "negligible_rows": 0.1}``; None: AdamW trains them.
             options: further options of the class.
         """
-        groups = param_groups(model, weight_decay, overrides)
+        groups = param_groups(model, weight_decay, overrides, embeddings)
         if adamw_lr is not None:
             check_number("adamw_lr", adamw_lr, 0)
             for group in (group for group in groups if group["rule"] == "adamw"):

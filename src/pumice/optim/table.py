@@ -23,6 +23,7 @@ class Row:
         decays: Whether weight decay applies.
         elements: Number of elements.
         bytes: Bytes of its elements.
+        embedding: Whether it is an embedding or an output head.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Row:
     decays: bool
     elements: int
     bytes: int
+    embedding: bool = False
 
     @property
     def input_dim(self) -> int | None:

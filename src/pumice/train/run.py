@@ -157,7 +157,7 @@ def _trainer(
             Meter(),
             MetricsFile(folder.metrics),
             ProgressReport(bar),
-            ReportOptimizer(optimizer[1].get("overrides")),
+            ReportOptimizer(*map(optimizer[1].get, ("overrides", "embeddings"))),
         ],
     )
     trainer.remove_callback(PrinterCallback)

@@ -550,3 +550,18 @@ def test_routing_needs_torch_alone():
         "import sys, pumice.optim; sys.exit(any(m in sys.modules for m in ('transformers', 'torchao', 'accelerate')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_embeddings_and_head_are_balanced_on_request_in_a_group_of_their_own():
+    options = {"lr_scale": 0.025, "negligible_rows": 0.1}
+    hidden, apart, vectors = param_groups(PlainLM(tied=False), 0.1, embeddings=options)
+    assert [name for name, _ in apart["params"]] == ["tokens.weight", "positions.weight", "out.weight"]
+    assert {key: apart[key] for key in options} == options
+    assert (apart["rule"], apart["weight_decay"], vectors["rule"]) == ("sinkgd", 0.1, "adamw")
+    assert not options.keys() & hidden.keys()
+
+
+def test_an_override_takes_a_head_out_of_the_balanced_embeddings():
+    table = routing(PlainLM(tied=False), {"^out": "adamw"}, embeddings={})
+    assert (table["tokens.weight"].rule, table["out.weight"].rule) == ("sinkgd", "adamw")
+    assert table["tokens.weight"].reason == "embedding, balanced"
