@@ -30,6 +30,7 @@ from pumice.optim.sinkhorn import CHUNK_BYTES, cols_of, row_slices, rows_of
 QUANTISATION_BLOCK = 256
 _MIN_QUANTISED = 4096  # elements: smaller tensors save nothing worth the error
 _SMALLEST_SCALE = 2.0**-120
+_CPU_SCRATCH, _GPU_SCRATCH = 4 << 20, 64 << 20  # bytes of a float32 moment under way in a compiled 8-bit update
 _LARGEST_GRADIENT = 2.0**62
 
 
@@ -176,12 +177,13 @@ class AdamW8bitBatch(AdamWBatch):
         v_codes, v_scale = blocks(member.state["exp_avg_sq"], member.state["exp_avg_sq_scale"])
         weight, gradient = (t.reshape(m_codes.shape) for t in (member.weight, member.gradient))
         row_random, col_random = self.uniforms()
-        if self.compile:
-            self.run(adamw_8bit, weight, gradient, m_codes, v_codes, m_scale, v_scale, numbers, row_random, col_random)
-            return
-        rows = max(1, CHUNK_BYTES // (4 * weight.shape[1:].numel()))
-        for index in (slice(start, start + rows) for start in range(0, len(m_codes), rows)):
-            adamw_8bit(
+        # The new moments are read twice, for the scale and for the codes, so even a compiled kernel stores them.
+        size = 4 * weight.numel()
+        limit = CHUNK_BYTES if not self.compile else _CPU_SCRATCH if weight.device.type == "cpu" else _GPU_SCRATCH
+        rows = max(1, -(-len(weight) // -(-size // limit))) if size else 1
+        for index in (slice(start, start + rows) for start in range(0, len(weight), rows)):
+            self.run(
+                adamw_8bit,
                 weight[index],
                 gradient[index],
                 m_codes[index],
