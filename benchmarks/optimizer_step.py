@@ -149,7 +149,7 @@ def measure(model: nn.Module, whole: bool, dtype: torch.dtype, rounds: int) -> l
     for step in steps.values():
         step()
     scratch = {name: scratch_bytes(step) for name, step in steps.items()}
-    timings = {name: summary(seconds) for name, seconds in alternate(steps, rounds).items()}
+    timings = {name: summary(seconds) for name, seconds in alternate(steps, rounds, warmup=0).items()}
     base = timings[BASE]["median_ms"]
     return [
         {
@@ -193,7 +193,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the comparison and save it."""
     made = parser(__doc__ or "")
-    made.add_argument("--rounds", type=int, default=15)
+    made.add_argument("--rounds", type=int, default=7)
     args = parse(made, NAME, argv)
     with torch.compiler.set_stance("force_eager" if args.quick else "default"):
         return compare(args, argv)
