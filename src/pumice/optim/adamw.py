@@ -14,7 +14,7 @@ How moments are stored in 8 bits: :mod:`pumice.optim.quantised`.
 import torch
 from torch import Tensor
 
-from pumice.optim.batch import Batch
+from pumice.optim.batch import Batch, Calls
 from pumice.optim.quantised import (
     block_size,
     blocks,
@@ -99,6 +99,11 @@ def adamw_8bit(
     encode_unsigned(new_v, v_codes, v_scale)
 
 
+def total_of(gradient: Tensor) -> Tensor:
+    """Return the sum of all entries, in float32 at least: not finite if one of them is not."""
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32)).sum()
+
+
 def moment(parameter: Tensor, name: str, bits: int, signed: bool) -> dict[str, Tensor]:
     """Return the state for a zero moment of ``parameter``, sharded as it is.
 
@@ -121,17 +126,19 @@ def moment(parameter: Tensor, name: str, bits: int, signed: bool) -> dict[str, T
 class AdamWBatch(Batch):
     """An AdamW update with moments in 32 bits."""
 
-    def measure(self) -> Tensor:
-        """Flag gradients whose sum is not finite."""
-        return (
-            torch.stack([member.gradient.sum(dtype=torch.float32) for member in self.members]).isfinite().logical_not()
-        )
+    def measure(self) -> Calls[Tensor]:
+        """Flag gradients whose sum is not finite, in their own dtype: a cast would copy them."""
+        yield from ()
+        return torch.stack([member.gradient.sum() for member in self.members]).isfinite().logical_not()
 
-    def remeasure(self) -> Tensor:
+    def remeasure(self) -> Calls[Tensor]:
         """Flag gradients with an entry that is not finite."""
-        return torch.stack([member.gradient.isfinite().all() for member in self.members]).logical_not()
+        yield from ()
+        (gradient,) = (member.gradient for member in self.members)
+        finite = [rows_of(gradient, index).isfinite().all() for index in row_slices(gradient)]
+        return torch.stack(finite).all().logical_not().unsqueeze(0)
 
-    def apply(self) -> None:
+    def apply(self) -> Calls[None]:
         """Update weights and moments."""
         first, group = self.members[0], self.group
         lr, (beta1, beta2), t = float(group["lr"]), group["betas"], first.step
@@ -139,18 +146,18 @@ class AdamWBatch(Batch):
         correction = (1 - beta2**t) ** -0.5
         sign = -1.0 if group["maximize"] else 1.0
         numbers = self.numbers([lr / (1 - beta1**t), decay, 1 - beta1, 1 - beta2, correction, group["eps"], sign])
-        self._update(numbers)
+        yield from self._update(numbers)
         for member in self.members:
             member.state["step"] += 1
 
-    def _update(self, numbers: Tensor) -> None:
+    def _update(self, numbers: Tensor) -> Calls[None]:
         columns = [[member.weight for member in self.members]]
         columns += [[member.matrix(member.state[key]) for member in self.members] for key in ("exp_avg", "exp_avg_sq")]
         weight, m, v = map(self.gather, columns)
         gradient = self.gather(member.gradient for member in self.members)
-        row_random, col_random = self.uniforms()
+        row_random, col_random = yield from self.uniforms()
         if self.compile:
-            self.run(adamw_32bit, weight, gradient, m, v, numbers, row_random, col_random)
+            yield from self.run(adamw_32bit, weight, gradient, m, v, numbers, row_random, col_random)
         else:
             for index in row_slices(weight):
                 adamw_32bit(
@@ -171,18 +178,18 @@ class AdamW8bitBatch(AdamWBatch):
 
     stackable = False
 
-    def _update(self, numbers: Tensor) -> None:
+    def _update(self, numbers: Tensor) -> Calls[None]:
         (member,) = self.members
         m_codes, m_scale = blocks(member.state["exp_avg"], member.state["exp_avg_scale"])
         v_codes, v_scale = blocks(member.state["exp_avg_sq"], member.state["exp_avg_sq_scale"])
         weight, gradient = (t.reshape(m_codes.shape) for t in (member.weight, member.gradient))
-        row_random, col_random = self.uniforms()
+        row_random, col_random = yield from self.uniforms()
         # The new moments are read twice, for the scale and for the codes, so even a compiled kernel stores them.
         size = 4 * weight.numel()
         limit = CHUNK_BYTES if not self.compile else _CPU_SCRATCH if weight.device.type == "cpu" else _GPU_SCRATCH
         rows = max(1, -(-len(weight) // -(-size // limit))) if size else 1
         for index in (slice(start, start + rows) for start in range(0, len(weight), rows)):
-            self.run(
+            yield from self.run(
                 adamw_8bit,
                 weight[index],
                 gradient[index],

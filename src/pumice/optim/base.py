@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pumice.optim.batch import Batch, Member, batches
+from pumice.optim.batch import Batch, Member, apply_all, batches, measure_all, remeasure_all
 from pumice.optim.compiling import compiler_works
 from pumice.optim.sharding import any_rank, to_local
 
@@ -157,18 +157,17 @@ class MatrixOptimizer(Optimizer):
 
     def _update(self, kinds: list[tuple[type[Batch], Member]]) -> None:
         work = list(batches(kinds, self._compiles([member for _, member in kinds])))
-        flagged = self._flagged([(batch, batch.measure()) for batch in work])
+        flagged = self._flagged(work, measure_all(work))
         if flagged:
             work = [batch for batch in work if batch not in flagged]
             for batch in flagged:
                 work += self._fit(batch.split())
-        for batch in work:
-            batch.apply()
+        apply_all(work)
 
-    def _flagged(self, measured: list[tuple[Batch, Tensor]]) -> list[Batch]:
+    def _flagged(self, work: list[Batch], measured: list[Tensor]) -> list[Batch]:
         """Return the batches with a flag on any rank; one reduction per mesh and one look per device."""
         by_place: dict[Any, list[tuple[Batch, Tensor]]] = {}
-        for batch, flags in measured:
+        for batch, flags in zip(work, measured, strict=True):
             parameter = batch.members[0].parameter
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             by_place.setdefault((mesh, flags.device), []).append((batch, flags.any()))
@@ -180,7 +179,7 @@ class MatrixOptimizer(Optimizer):
 
     def _fit(self, singles: list[Batch]) -> list[Batch]:
         """Return those batches of one member whose gradient is finite; raise or count the others."""
-        unfit = self._flagged([(batch, batch.remeasure()) for batch in singles])
+        unfit = self._flagged(singles, remeasure_all(singles))
         for batch in unfit:
             (member,) = batch.members
             message = f"the gradient of {member.name}, shape {tuple(member.parameter.shape)}, is not finite"

@@ -3,23 +3,28 @@
 An update has two halves. ``measure`` computes from the gradients whatever the update needs and flags the members whose
 gradient looks unfit, ``apply`` changes weights and state. Between them the optimizer looks at all flags at once, so
 that a non-finite gradient is known before any weight has changed, at the price of one synchronisation with the device.
+
+Both halves are generators that yield the compiled calls they need and are sent the results, so that the calls of
+several batches can be made at once.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from pumice.optim.compiling import compiled
+from pumice.optim.compiling import call_compiled
 from pumice.optim.rounding import stream_key, uniforms
 from pumice.optim.sharding import align_gradient, global_indices, to_local
 
 STACK_BYTES = 1 << 20  # equal tensors smaller than this share one call
 _STACK_LIMIT = 32 << 20  # bytes of one stack
+_JOINT_CALLS = 8
+_JOINT_ELEMENTS = 1 << 22  # beyond, entering compiled code takes a negligible part of a call
 
 
 @dataclass
@@ -83,6 +88,10 @@ class Member:
         return first_rows + global_indices(self.parameter, out_axis), global_indices(self.parameter, in_axis)
 
 
+Result = TypeVar("Result")
+Calls = Generator[tuple[Callable[..., Any], tuple[Any, ...]], Any, Result]  # yields kernels with their arguments
+
+
 class Batch(ABC):
     """Parameters of one group and, if several, of one shape, that go through an update together."""
 
@@ -94,15 +103,15 @@ class Batch(ABC):
         self.compile = compile
 
     @abstractmethod
-    def measure(self) -> Tensor:
+    def measure(self) -> Calls[Tensor]:
         """Prepare the update; return one flag per member: its gradient is not finite, or needs ``remeasure``."""
 
     @abstractmethod
-    def remeasure(self) -> Tensor:
+    def remeasure(self) -> Calls[Tensor]:
         """Prepare the update of a gradient that was flagged; return one flag per member: it is not finite."""
 
     @abstractmethod
-    def apply(self) -> None:
+    def apply(self) -> Calls[None]:
         """Change weights and state."""
 
     def split(self) -> list["Batch"]:
@@ -112,9 +121,18 @@ class Batch(ABC):
     def _rounding_indices(self) -> tuple[Tensor, Tensor]:
         return self.members[0].rounding_indices()
 
-    def run(self, kernel: Callable[..., Any], *arguments: Any) -> Any:
+    @property
+    def company(self) -> Any:
+        """What batches have in common whose calls may be made together; a stack or a large matrix has no company."""
+        (first, *others) = self.members
+        alone = others or first.weight.numel() > _JOINT_ELEMENTS
+        return id(self) if alone else (type(self), id(self.group), first.parameter.shape, first.weight.dtype)
+
+    def run(self, kernel: Callable[..., Any], *arguments: Any) -> Calls[Any]:
         """Call a kernel, compiled if this batch compiles."""
-        return (compiled(kernel, *arguments) if self.compile else kernel)(*arguments)
+        if self.compile:
+            return (yield kernel, arguments)
+        return kernel(*arguments)
 
     def gather(self, tensors: Iterable[Tensor]) -> Tensor:
         """Return the members' tensors as one: the tensor itself, or a stack along a new first axis."""
@@ -135,7 +153,7 @@ class Batch(ABC):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return torch.tensor(values, dtype=dtype).to(weight.device, non_blocking=True)
 
-    def uniforms(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def uniforms(self) -> Calls[tuple[Tensor, Tensor] | tuple[None, None]]:
         """Return random numbers for rounding, (..., m) and (..., n) with the weight's leading axes, or None twice."""
         first = self.members[0]
         if not first.rounds:
@@ -143,7 +161,7 @@ class Batch(ABC):
         keys = torch.tensor([stream_key(member.group["seed"], member.step, member.number) for member in self.members])
         rows, cols = self._rounding_indices()
         keys = keys.view(-1, *[1] * rows.ndim) if len(self.members) > 1 else keys
-        row_random, col_random = self.run(uniforms, rows, cols, keys.to(rows.device, non_blocking=True))
+        row_random, col_random = yield from self.run(uniforms, rows, cols, keys.to(rows.device, non_blocking=True))
         return row_random, col_random.expand(*row_random.shape[:-1], cols.shape[-1])
 
 
@@ -170,3 +188,41 @@ def batches(members: Iterable[tuple[type[Batch], Member]], compile: bool) -> Ite
         run = max(1, _STACK_LIMIT // max(1, size))
         for start in range(0, len(group), run):
             yield kind(group[start : start + run], compile)
+
+
+def measure_all(work: Sequence[Batch]) -> list[Tensor]:
+    """Measure one batch after the other: a gradient is read several times while it is in the cache."""
+    return [flags for batch in work for flags in _in_step([batch.measure()])]
+
+
+def remeasure_all(work: Sequence[Batch]) -> list[Tensor]:
+    """Measure flagged batches again."""
+    return [flags for batch in work for flags in _in_step([batch.remeasure()])]
+
+
+def apply_all(work: Sequence[Batch]) -> None:
+    """Change weights and state, making the calls of batches of one company together."""
+    companies: dict[Any, list[Batch]] = {}
+    for batch in work:
+        companies.setdefault(batch.company, []).append(batch)
+    for company in companies.values():
+        joint = len(company) - len(company) % _JOINT_CALLS  # every other number of calls would be compiled for itself
+        for start in range(0, joint, _JOINT_CALLS):
+            _in_step([batch.apply() for batch in company[start : start + _JOINT_CALLS]])
+        for batch in company[joint:]:
+            _in_step([batch.apply()])
+
+
+def _in_step(generators: list[Calls[Result]]) -> list[Result]:
+    """Advance generators that yield the same kernels in the same order."""
+    answers: list[Any] = [None] * len(generators)
+    while True:
+        calls, finished = [], []
+        for generator, answer in zip(generators, answers, strict=True):
+            try:
+                calls.append(generator.send(answer))
+            except StopIteration as stop:
+                finished.append(stop.value)
+        if not calls:
+            return finished
+        answers = call_compiled(calls[0][0], [arguments for _, arguments in calls])

@@ -38,6 +38,15 @@ def _kind(argument: Any) -> Any:
     return argument.dtype, argument.device, ones, order and tuple(order)
 
 
+def _compile(function: Callable[..., Any], key: tuple[Any, ...]) -> Callable[..., Any]:
+    if key not in _compiled:
+        assert isinstance(function, FunctionType)
+        code = function.__code__.replace(co_name=f"{function.__name__}_{len(_compiled)}")
+        copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+        _compiled[key] = torch.compile(copy, dynamic=True, fullgraph=True)
+    return _compiled[key]
+
+
 def compiled(kernel: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     """Return ``kernel`` compiled for arguments of the kind of ``arguments``.
 
@@ -46,10 +55,20 @@ def compiled(kernel: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     code object is compiled, therefore each kind gets a copy of its own; were the limit reached all the same, torch
     raises instead of silently running uncompiled.
     """
-    assert isinstance(kernel, FunctionType)
-    key = (kernel, *map(_kind, arguments))
-    if key not in _compiled:
-        code = kernel.__code__.replace(co_name=f"{kernel.__name__}_{len(_compiled)}")
-        copy = FunctionType(code, kernel.__globals__, kernel.__name__, kernel.__defaults__, kernel.__closure__)
-        _compiled[key] = torch.compile(copy, dynamic=True, fullgraph=True)
-    return _compiled[key]
+    return _compile(kernel, (kernel, *map(_kind, arguments)))
+
+
+def call_compiled(kernel: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
+    """Call ``kernel`` :func:`compiled`, once for each tuple of arguments, and return the results.
+
+    Calls of one kind enter compiled code together: entering it takes longer than the work on a small matrix.
+    """
+    kinds = {tuple(map(_kind, arguments)) for arguments in calls}
+    if len(calls) == 1 or len(kinds) > 1:
+        return [compiled(kernel, *arguments)(*arguments) for arguments in calls]
+
+    def each(calls: list[tuple[Any, ...]]) -> list[Any]:
+        return [kernel(*arguments) for arguments in calls]
+
+    results: list[Any] = _compile(each, (kernel, len(calls), *kinds.pop()))(calls)
+    return results

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from pumice.optim.adamw import AdamW8bitBatch, AdamWBatch, moment
 from pumice.optim.base import MatrixOptimizer, check_flag, check_number, check_whole
-from pumice.optim.batch import Batch, Member
+from pumice.optim.batch import Batch, Calls, Member
 from pumice.optim.groups import param_groups
 from pumice.optim.rounding import stochastic_round, stream_key, uniforms
 from pumice.optim.sharding import axis_sum, global_indices, to_local, vector_like
@@ -42,7 +42,7 @@ def balance_whole(
     keep: Tensor | None,
     kept: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do :func:`pumice.optim.sinkhorn.iterate` on a matrix that is not sharded."""
+    """Do :func:`pumice.optim.sinkhorn.iterate` on matrices that are not sharded."""
     rows, cols = gradient.shape[-2:]
     return iterate(gradient, c, rows if kept is None else kept, cols, iterations, row_unit, col_unit, keep)
 
@@ -52,41 +52,46 @@ def descend(
     gradient: Tensor,
     r: Tensor,
     c: Tensor,
+    rate: Tensor,
     decay: Tensor,
     row_uniforms: Tensor | None,
     col_uniforms: Tensor | None,
 ) -> None:
-    """W ← decay · W − diag(r) · G · diag(c), in place; c contains the learning rate."""
-    step = gradient.to(c.dtype) * r.unsqueeze(-1) * c.unsqueeze(-2)
+    """W ← decay · W − diag(r) · G · diag(rate · c), in place; rate is (..., 1), or the same for all matrices."""
+    # The rate goes with c rather than r, which is 1e-30 for gradients of 1e30.
+    step = gradient.to(c.dtype) * r.unsqueeze(-1) * (c * rate).unsqueeze(-2)
     new = weight.to(c.dtype) * decay - step
     if row_uniforms is not None and col_uniforms is not None:
         new = stochastic_round(new, row_uniforms, col_uniforms)
     weight.copy_(new)
 
 
-def random_row(member: Member) -> Tensor:
-    """Return vectors (..., n) of length about 1 and none zero, other ones for each update, the same on all ranks."""
-    axis = member.axes[1]
-    cols = global_indices(member.parameter, axis)
-    key = torch.tensor(stream_key(member.group["seed"], member.step, member.number), device=cols.device)
-    of_matrix, of_cols = uniforms(member.matrix_numbers(), cols, key)
+def random_vectors(matrices: Tensor, cols: Tensor, key: Tensor) -> Tensor:
+    """Return vectors (..., n) of entries in (-1/2, 1/2), none zero, from the numbers of matrices (...) and columns."""
+    of_matrix, of_cols = uniforms(matrices, cols, key)
     values = of_matrix.unsqueeze(-1) + of_cols
-    values = values - values.floor() - 0.5 + 2.0**-20  # which makes none zero
-    return values.to(accumulation_dtype(member.weight)) * math.sqrt(12 / max(1, member.parameter.shape[axis]))
+    return values - values.floor() - 0.5 + 2.0**-20  # which makes none zero
+
+
+def random_key(member: Member) -> tuple[Tensor, Tensor, Tensor]:
+    """Return arguments of :func:`random_vectors`: other vectors for each update, the same on all ranks."""
+    cols = global_indices(member.parameter, member.axes[1])
+    key = torch.tensor(stream_key(member.group["seed"], member.step, member.number), device=cols.device)
+    return member.matrix_numbers(), cols, key
 
 
 class BalancedBatch(Batch):
     """A SinkGD update."""
 
-    def measure(self) -> Tensor:
+    def measure(self) -> Calls[Tensor]:
         """Balance the gradient."""
-        return self._balance(rescale=False)
+        return (yield from self._balance(rescale=False))
 
-    def remeasure(self) -> Tensor:
+    def remeasure(self) -> Calls[Tensor]:
         """Balance the gradient with rows and columns first brought near 1, so that no square under- or overflows."""
-        return self._balance(rescale=True)
+        return (yield from self._balance(rescale=True))
 
-    def _balance(self, rescale: bool) -> Tensor:
+    def _balance(self, rescale: bool) -> Calls[Tensor]:
         first, iterations = self.members[0], self.group["sinkhorn_iters"]
         sum_over_cols, sum_over_rows = (axis_sum(first.parameter, axis) for axis in reversed(first.axes))
         gradient = self.gather(member.gradient for member in self.members)
@@ -105,7 +110,9 @@ class BalancedBatch(Batch):
         self.column_norm = math.sqrt(rows) if kept is None else kept.sqrt()
         if self.compile and not isinstance(first.parameter, DTensor):
             flags: Tensor
-            self.r, self.c, flags = self.run(balance_whole, gradient, c, iterations, row_unit, col_unit, keep, kept)
+            self.r, self.c, flags = yield from self.run(
+                balance_whole, gradient, c, iterations, row_unit, col_unit, keep, kept
+            )
         else:
             self.r, self.c, flags = iterate(
                 gradient,
@@ -138,49 +145,61 @@ class BalancedBatch(Batch):
         kept = sum_over_rows((keep & (squares > 0)).sum(-1, keepdim=True, dtype=torch.float64)).clamp(min=1)
         return keep, kept.to(accumulation_dtype(gradient))
 
-    def _rate(self, gradient: Tensor) -> Tensor | float:
-        """Return the factor of c: lr · lr_scale · sign, and what the options put on it."""
+    def _rate(self) -> float:
+        """Return what multiplies X: lr · lr_scale · sign, and what the options put on it."""
         first, group = self.members[0], self.group
-        out_axis, in_axis = first.axes
-        d_out, d_in = first.parameter.shape[out_axis], first.parameter.shape[in_axis]
+        d_out, d_in = (first.parameter.shape[axis] for axis in first.axes)
         scale = MATCH_RMS_ADAMW if group["lr_scale"] == "match_rms_adamw" else group["lr_scale"]
         rate = float(group["lr"]) * scale * (-1 if group["maximize"] else 1)
         if group["base_width"] is not None:
             rate *= group["base_width"] / d_in
-        if group["spectral_target"] is None:
-            return rate
-        target = math.sqrt(d_out / d_in) if group["spectral_target"] == "sqrt" else group["spectral_target"]
+        if group["spectral_target"] is not None:
+            rate *= math.sqrt(d_out / d_in) if group["spectral_target"] == "sqrt" else group["spectral_target"]
+        return rate
+
+    def _update_norm(self, gradient: Tensor) -> Calls[Tensor | None]:
+        """Return the operator norms (..., 1) of X, by which it is divided; None if they are left as they are."""
+        if self.group["spectral_target"] is None:
+            return None
+        first = self.members[0]
+        out_axis, in_axis = first.axes
+        d_in = first.parameter.shape[in_axis]
         vectors = [to_local(member.state["right_vector"]) for member in self.members]
+        stray = []
+        for member in self.members:
+            stray.append((yield from self.run(random_vectors, *random_key(member))))
         sigma, v = power_iteration(
             gradient,
             self.r,
             self.c,
-            self.gather(vectors) + _STRAY * self.gather(random_row(member) for member in self.members),
+            self.gather(vectors) + self.gather(stray) * (_STRAY * math.sqrt(12 / max(1, d_in))),
             _FIRST_POWER_ITERATIONS if first.step <= 2 else 1,
             axis_sum(first.parameter, in_axis),
             axis_sum(first.parameter, out_axis),
         )
         self.scatter(v, vectors)
         # Balanced columns have norm √m, so σ is at least that, however far the power iteration is from its limit.
-        return rate * target / sigma.unsqueeze(-1).clamp(min=self.column_norm)
+        return sigma.unsqueeze(-1).clamp(min=self.column_norm)
 
-    def apply(self) -> None:
+    def apply(self) -> Calls[None]:
         """Update weights and the state for the next balancing."""
         gradient = self.gather(member.gradient for member in self.members)
         weights = [member.weight for member in self.members]
         weight = self.gather(weights)
-        c = self.c * self._rate(gradient)  # rather than r, which is 1e-30 for gradients of 1e30
-        decay = self.numbers([1 - float(self.group["lr"]) * self.group["weight_decay"]])
-        row_random, col_random = self.uniforms()
+        size = yield from self._update_norm(gradient)
+        rate, decay = self.numbers([self._rate(), 1 - float(self.group["lr"]) * self.group["weight_decay"]]).unbind(0)
+        rate = rate if size is None else rate / size
+        row_random, col_random = yield from self.uniforms()
         if self.compile:
-            self.run(descend, weight, gradient, self.r, c, decay, row_random, col_random)
+            yield from self.run(descend, weight, gradient, self.r, self.c, rate, decay, row_random, col_random)
         else:
             for index in row_slices(weight):
                 descend(
                     rows_of(weight, index),
                     rows_of(gradient, index),
                     self.r[index],
-                    cols_of(c, index),
+                    cols_of(self.c, index),
+                    rate if size is None else cols_of(rate, index),
                     decay,
                     row_random if row_random is None else row_random[index],
                     col_random if col_random is None else cols_of(col_random, index),
@@ -368,7 +387,9 @@ class SinkGD(MatrixOptimizer):
         if group["warm_start"] and "col_scale" not in state:
             state["col_scale"] = vector_like(self._row_of_ones(member), parameter, member.axes[1])
         if group["spectral_target"] is not None and "right_vector" not in state:
-            state["right_vector"] = vector_like(random_row(member), parameter, member.axes[1])
+            v = random_vectors(*random_key(member)).to(accumulation_dtype(member.weight))
+            v *= math.sqrt(12 / max(1, parameter.shape[member.axes[1]]))  # length about 1
+            state["right_vector"] = vector_like(v, parameter, member.axes[1])
         return BalancedBatch
 
     @staticmethod
