@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchao.optim import AdamW8bit
 
 from pumice.optim import SinkGD, param_groups
+from pumice.optim.compiling import compiled
 
 NAME = "optimizer_step"
 LEARNING_RATE = 1e-6  # the weights hardly move, so every round does the same work
@@ -36,14 +37,12 @@ Params = list[tuple[str, nn.Parameter]]
 Step = Callable[[], object]
 
 
-@torch.compile(dynamic=True, fullgraph=True)
-def materialised_step(weight: Tensor, gradient: Tensor, rate: Tensor) -> None:
+def materialised_step(weight: Tensor, gradient: Tensor, row_norm: Tensor, col_norm: Tensor, rate: Tensor) -> None:
     """Balance with L = 5 by normalising the iterate, and descend."""
-    m, n = gradient.shape
     x = gradient
     for _ in range(5):
-        x = x * (n**0.5 / torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp(min=1e-8))
-        x = x * (m**0.5 / torch.linalg.vector_norm(x, dim=0, keepdim=True).clamp(min=1e-8))
+        x = x * (row_norm / torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp(min=1e-8)).to(x.dtype)
+        x = x * (col_norm / torch.linalg.vector_norm(x, dim=0, keepdim=True).clamp(min=1e-8)).to(x.dtype)
     weight.sub_(x * rate)
 
 
@@ -58,7 +57,10 @@ class Materialised(Optimizer):
         """Update all parameters."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                materialised_step(parameter, parameter.grad, group["rate"])
+                m, n = parameter.shape
+                norms = torch.tensor(n**0.5), torch.tensor(m**0.5)
+                arguments = (parameter.detach(), parameter.grad, *norms, group["rate"])
+                compiled(materialised_step, *arguments)(*arguments)
 
 
 def methods(model: nn.Module, whole: bool, dtype: torch.dtype) -> dict[str, list[Optimizer]]:
