@@ -166,23 +166,27 @@ def measure(model: nn.Module, whole: bool, dtype: torch.dtype, rounds: int) -> l
 
 
 def tables(values: dict[str, Any]) -> dict[str, str]:
-    """Return the tables of a result by name: one per model, with its four cases side by side."""
-    made = {}
-    for model in dict.fromkeys(case["model"] for case in values["cases"]):
-        for scope in ("matrices", "all"):
-            cases = [case for case in values["cases"] if case["model"] == model and case["scope"] == scope]
-            header = ["method"]
-            for case in cases:
-                header += [f"{case['dtype']}, ms", "to AdamW", "state, MiB", "scratch, MiB"]
-            names = dict.fromkeys(row["method"] for case in cases for row in case["rows"])
-            lines = []
-            for name in names:
-                line: list[str] = [name]
-                for case in cases:
-                    found = [row for row in case["rows"] if row["method"] == name]
-                    line += cells(found[0]) if found else [""] * 4
-                lines.append(line)
-            made[f"optimizer-step-{model}-{scope}"] = table(header, lines)
+    """Return the tables of a result by name: all ratios in one, and the details of each model and scope."""
+    cases = values["cases"]
+    names = list(dict.fromkeys(row["method"] for case in cases for row in case["rows"]))
+    rows = {(id(case), row["method"]): row for case in cases for row in case["rows"]}
+    ratios = [
+        [name, *(f"{rows[id(case), name]['ratio']:.2f}" if (id(case), name) in rows else "" for case in cases)]
+        for name in names
+    ]
+    labels = [f"{case['model']}, {case['dtype']}, {case['scope']}" for case in cases]
+    made = {"optimizer-step": table(["time to AdamW's", *labels], ratios)}
+    for model, scope in dict.fromkeys((case["model"], case["scope"]) for case in cases):
+        chosen = [case for case in cases if (case["model"], case["scope"]) == (model, scope)]
+        header = ["method"]
+        for case in chosen:
+            header += [f"{case['dtype']}, ms", "to AdamW", "state, MiB", "scratch, MiB"]
+        lines = []
+        for name in names:
+            found = [rows.get((id(case), name)) for case in chosen]
+            if any(found):
+                lines.append([name, *(cell for row in found for cell in (cells(row) if row else [""] * 4))])
+        made[f"optimizer-step-{model}-{scope}"] = table(header, lines)
     return made
 
 

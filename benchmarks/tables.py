@@ -14,7 +14,14 @@ from pathlib import Path
 from common import RESULTS, load
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("optimizer_step", "train_throughput", "sinkhorn_iterations", "sinkgd_variants", "bf16_training")
+SCRIPTS = (
+    "optimizer_step",
+    "train_throughput",
+    "sinkhorn_iterations",
+    "sinkgd_variants",
+    "bf16_training",
+    "moment_codes",
+)
 PLACE = re.compile(r"<!-- table: (?P<name>[\w.-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
