@@ -22,6 +22,7 @@ from pumice.optim.rounding import stream_key, uniforms
 from pumice.optim.sharding import align_gradient, global_indices, to_local
 
 STACK_BYTES = 1 << 20  # equal tensors smaller than this share one call
+COMPILED_STACK_BYTES = 1 << 16  # likewise if it is compiled: a larger one is faster where it lies, in the cache
 _STACK_LIMIT = 32 << 20  # bytes of one stack
 _JOINT_CALLS = 8
 _JOINT_ELEMENTS = 1 << 22  # beyond, entering compiled code takes a negligible part of a call
@@ -167,12 +168,13 @@ class Batch(ABC):
 
 def batches(members: Iterable[tuple[type[Batch], Member]], compile: bool) -> Iterator[Batch]:
     """Sort members into batches: small equal ones together, the others alone."""
+    limit = COMPILED_STACK_BYTES if compile else STACK_BYTES
     alike: dict[Any, list[Member]] = {}
     for kind, member in members:
         weight, gradient = member.weight, member.gradient
         size = weight.numel() * weight.element_size()
         key: Any = (kind, member.number)
-        if kind.stackable and size < STACK_BYTES and to_local(member.parameter) is member.parameter:
+        if kind.stackable and size < limit and to_local(member.parameter) is member.parameter:
             key = (
                 kind,
                 id(member.group),

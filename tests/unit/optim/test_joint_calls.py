@@ -24,7 +24,7 @@ def train(compile: bool, **options: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("options", [{}, {"spectral_target": "sqrt"}], ids=str)
 def test_joint_calls_change_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "STACK_BYTES", 0)
+    monkeypatch.setattr(batch, "COMPILED_STACK_BYTES", 0)
     made = []
 
     def counted(kernel: Any, calls: list[Any]) -> list[Any]:
@@ -39,7 +39,7 @@ def test_joint_calls_change_nothing(options: dict[str, Any], monkeypatch: pytest
 
 
 def test_a_matrix_that_is_not_finite_does_not_disturb_its_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "STACK_BYTES", 0)
+    monkeypatch.setattr(batch, "COMPILED_STACK_BYTES", 0)
     parameters = [nn.Parameter(torch.zeros(24, 40)) for _ in range(9)]
     for parameter in parameters:
         parameter.grad = normal(24, 40)
