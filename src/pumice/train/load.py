@@ -251,10 +251,10 @@ def _type_name(hint: Any) -> str:
 
 
 def _resolve(recipe: Recipe, name: str) -> Recipe:
-    name_of_method, options = recipe.method.name, recipe.method.options
-    settle(name_of_method, recipe.trainer, options)
-    own = {key: value for key, value in options.items() if key not in TRAINERS_OWN}
-    options = dataclasses.asdict(method_options(name_of_method, own))
+    method, given = recipe.method.name, recipe.method.options
+    own = {key: value for key, value in given.items() if key not in TRAINERS_OWN}
+    options = dataclasses.asdict(method_options(method, own))
+    settle(method, recipe.trainer, given | options)
     data, tokenizer = recipe.data, recipe.tokenizer
     if data.path != DataConfig().path and (path := Path(data.path).expanduser()).exists():
         data = dataclasses.replace(data, path=str(path.resolve()))
