@@ -3,15 +3,33 @@
 import json
 import logging
 import random
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from pumice.cli import main
 
 WORDS = "the a red old stone river floats sinks under over light slow water and then of with no".split()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def linkable_torch() -> Iterator[None]:
+    """Let torch.compile link in an environment below a folder with a space.
+
+    torch quotes the folders of headers but not those of libraries, at least until 2.13. Without this, pumice runs
+    uncompiled there, and what is compiled could not be tested.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if " " in torch.__file__:
+            from torch._inductor.cpp_builder import BuildOptionsBase
+
+            folders = BuildOptionsBase.get_libraries_dirs
+            patch.setattr(BuildOptionsBase, "get_libraries_dirs", lambda self: [*map(shlex.quote, folders(self))])
+        yield
 
 
 @pytest.fixture(autouse=True)
