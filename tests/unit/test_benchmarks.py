@@ -31,6 +31,7 @@ def script(name: str) -> ModuleType:
         ("sinkhorn_iterations", ["--seeds", "1"]),
         ("sinkgd_variants", ["--seeds", "1"]),
         ("bf16_training", ["--seeds", "1"]),
+        ("moment_codes", []),
     ],
 )
 def test_every_script_runs_saves_and_makes_its_tables(name: str, arguments: list[str], tmp_path: Path) -> None:

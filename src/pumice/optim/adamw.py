@@ -11,6 +11,8 @@ Gradients beyond ±2^62 count as that, since their squares would not be finite.
 How moments are stored in 8 bits: :mod:`pumice.optim.quantised`.
 """
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -27,10 +29,7 @@ from pumice.optim.quantised import (
 from pumice.optim.rounding import stochastic_round
 from pumice.optim.sinkhorn import CHUNK_BYTES, cols_of, row_slices, rows_of
 
-QUANTISATION_BLOCK = 256
-_MIN_QUANTISED = 4096  # elements: smaller tensors save nothing worth the error
-_SMALLEST_SCALE = 2.0**-120
-_CPU_SCRATCH, _GPU_SCRATCH = 4 << 20, 64 << 20  # bytes of a float32 moment under way in a compiled 8-bit update
+_CPU_SCRATCH, _GPU_SCRATCH = 4 << 20, 64 << 20  # bytes of each float32 temporary in a compiled update that needs some
 _LARGEST_GRADIENT = 2.0**62
 
 
@@ -99,11 +98,6 @@ def adamw_8bit(
     encode_unsigned(new_v, v_codes, v_scale)
 
 
-def total_of(gradient: Tensor) -> Tensor:
-    """Return the sum of all entries, in float32 at least: not finite if one of them is not."""
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32)).sum()
-
-
 def moment(parameter: Tensor, name: str, bits: int, signed: bool) -> dict[str, Tensor]:
     """Return the state for a zero moment of ``parameter``, sharded as it is.
 
@@ -125,6 +119,8 @@ def moment(parameter: Tensor, name: str, bits: int, signed: bool) -> dict[str, T
 
 class AdamWBatch(Batch):
     """An AdamW update with moments in 32 bits."""
+
+    joint = False  # eight of these kernels in one take minutes to compile
 
     def measure(self) -> Calls[Tensor]:
         """Flag gradients whose sum is not finite, in their own dtype: a cast would copy them."""
@@ -156,21 +152,28 @@ class AdamWBatch(Batch):
         weight, m, v = map(self.gather, columns)
         gradient = self.gather(member.gradient for member in self.members)
         row_random, col_random = yield from self.uniforms()
-        if self.compile:
-            yield from self.run(adamw_32bit, weight, gradient, m, v, numbers, row_random, col_random)
-        else:
-            for index in row_slices(weight):
-                adamw_32bit(
-                    rows_of(weight, index),
-                    rows_of(gradient, index),
-                    rows_of(m, index),
-                    rows_of(v, index),
-                    numbers,
-                    row_random if row_random is None else row_random[index],
-                    col_random if col_random is None else cols_of(col_random, index),
-                )
+        # A compiled kernel needs no temporaries unless it rounds: then it stores new weights on the way.
+        limit = sys.maxsize if self.compile and row_random is None else self._scratch
+        for index in row_slices(weight, limit=limit):
+            yield from self.run(
+                adamw_32bit,
+                rows_of(weight, index),
+                rows_of(gradient, index),
+                rows_of(m, index),
+                rows_of(v, index),
+                numbers,
+                row_random if row_random is None else row_random[index],
+                col_random if col_random is None else cols_of(col_random, index),
+            )
         for values, targets in zip((weight, m, v), columns, strict=True):
             self.scatter(values, targets)
+
+    @property
+    def _scratch(self) -> int:
+        """Bytes of a float32 temporary."""
+        if not self.compile:
+            return CHUNK_BYTES
+        return _CPU_SCRATCH if self.members[0].weight.device.type == "cpu" else _GPU_SCRATCH
 
 
 class AdamW8bitBatch(AdamWBatch):
@@ -186,8 +189,7 @@ class AdamW8bitBatch(AdamWBatch):
         row_random, col_random = yield from self.uniforms()
         # The new moments are read twice, for the scale and for the codes, so even a compiled kernel stores them.
         size = 4 * weight.numel()
-        limit = CHUNK_BYTES if not self.compile else _CPU_SCRATCH if weight.device.type == "cpu" else _GPU_SCRATCH
-        rows = max(1, -(-len(weight) // -(-size // limit))) if size else 1
+        rows = max(1, -(-len(weight) // -(-size // self._scratch))) if size else 1
         for index in (slice(start, start + rows) for start in range(0, len(weight), rows)):
             yield from self.run(
                 adamw_8bit,

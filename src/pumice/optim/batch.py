@@ -97,6 +97,7 @@ class Batch(ABC):
     """Parameters of one group and, if several, of one shape, that go through an update together."""
 
     stackable = True  # whether equal small members may share one update
+    joint = True  # whether the compiled calls of equal members may be made together
 
     def __init__(self, members: list[Member], compile: bool) -> None:
         self.members = members
@@ -126,7 +127,7 @@ class Batch(ABC):
     def company(self) -> Any:
         """What batches have in common whose calls may be made together; a stack or a large matrix has no company."""
         (first, *others) = self.members
-        alone = others or first.weight.numel() > _JOINT_ELEMENTS
+        alone = not self.joint or others or first.weight.numel() > _JOINT_ELEMENTS
         return id(self) if alone else (type(self), id(self.group), first.parameter.shape, first.weight.dtype)
 
     def run(self, kernel: Callable[..., Any], *arguments: Any) -> Calls[Any]:

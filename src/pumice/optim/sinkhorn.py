@@ -50,18 +50,20 @@ def col_pass(gradient: Tensor, r: Tensor, col_unit: Tensor | None = None) -> tup
     return x.square().sum(-2), x.abs().sum(-2)
 
 
-def row_slices(matrix: Tensor, multiple: int = 1) -> Iterator[tuple[Any, ...]]:
-    """Cut ``matrix`` (..., m, n) into runs of rows of about CHUNK_BYTES in float32.
+def row_slices(matrix: Tensor, limit: int | None = None) -> Iterator[tuple[Any, ...]]:
+    """Cut ``matrix`` (..., m, n) into runs of rows of about ``limit`` (by default CHUNK_BYTES) bytes in float32.
 
-    Yields indices into its first axes; each run but the last of a matrix has a multiple of ``multiple`` rows.
+    Yields indices into its first axes.
     """
-    if matrix.numel() * 4 <= CHUNK_BYTES:
+    limit = CHUNK_BYTES if limit is None else limit
+    if matrix.numel() * 4 <= limit:
         yield (..., slice(None))
     elif matrix.ndim > 2:
         for i, part in enumerate(matrix.unbind(0)):
-            yield from ((i, *index) for index in row_slices(part, multiple))
+            yield from ((i, *index) for index in row_slices(part, limit))
     else:
-        rows = -(-max(1, CHUNK_BYTES // (4 * matrix.shape[-1])) // multiple) * multiple
+        pieces = -(-matrix.shape[0] // max(1, limit // (4 * matrix.shape[-1])))
+        rows = -(-matrix.shape[0] // pieces)
         yield from ((slice(start, start + rows),) for start in range(0, matrix.shape[0], rows))
 
 
