@@ -45,15 +45,26 @@ def test_compiled_updates_allocate_vectors_only(group: str, dtype: torch.dtype) 
     assert max(sizes) <= 8 * 3072  # a vector in 64 bits
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-30])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("group", "compile"), [*((group, False) for group in GROUPS), *((group, True) for group in list(GROUPS)[1:])]
-)
-def test_other_updates_use_chunks(group: str, compile: bool, dtype: torch.dtype, scale: float) -> None:
-    sizes = allocations(large(group, dtype, compile, scale))
+def assert_chunks(optimizer: SinkGD) -> None:
+    sizes = allocations(optimizer)
     assert max(sizes) <= 4 << 20
     assert int(torch.tensor(sizes).cumsum(0).max()) <= 16 << 20
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", GROUPS)
+def test_uncompiled_updates_use_chunks(group: str, dtype: torch.dtype, scale: float) -> None:
+    assert_chunks(large(group, dtype, False, scale))
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype"),
+    [("options", torch.float32), ("adamw", torch.bfloat16), ("adamw in 8 bits", torch.bfloat16)],
+    ids=str,
+)
+def test_compiled_updates_that_need_scratch_use_chunks(group: str, dtype: torch.dtype) -> None:
+    assert_chunks(large(group, dtype, True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
