@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -86,6 +86,7 @@ def test_many_chunks(transpose: bool, dtype: torch.dtype, scale: float, monkeypa
 
 
 @settings(max_examples=60, deadline=None)
+@example(1, 5, 0, 1, 62, torch.float32)  # the sum of squares fits in float32, its inverse does not
 @given(
     st.integers(1, 12), st.integers(1, 12), st.integers(0, 9), st.integers(1, 3),
     st.integers(-100, 100), st.sampled_from([torch.float32, torch.bfloat16]),

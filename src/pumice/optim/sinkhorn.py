@@ -24,7 +24,7 @@ from torch import Tensor
 Pass = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 CHUNK_BYTES = 1 << 20  # of a float32 temporary in the uncompiled passes: stays in a CPU's cache
-_TINY = 2.0**-100  # a sum of squares below this may have lost summands to underflow
+_TINY = 2.0**-100  # a smaller sum of squares may have lost summands, and the inverse of one above 1/_TINY digits
 _BOUND = 2.0**40  # for the c of one update as the start of the next: without total support r and c drift apart for ever
 _MAX_DRIFT = 8  # binary orders of c's geometric mean, which grows a little with every warm-started step
 
@@ -144,10 +144,10 @@ def iterate(
         target: int | Tensor, sums: Tensor, sizes: Tensor, unit: Tensor | None, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         new = (target / sums).sqrt()
-        unfit = ~sums.isfinite()
         if unit is None:
-            unfit = unfit | ((sizes > 0) & (sums < _TINY))
+            unfit = ~(sums <= 1 / _TINY) | ((sizes > 0) & (sums < _TINY))
         else:
+            unfit = ~sums.isfinite()
             new = new * unit
         return torch.where(sums > 0, new.clamp(max=largest_scale(c.dtype)), scale), unfit
 
