@@ -240,3 +240,11 @@ def test_negligible_rows_stay_where_they_are(scale: float) -> None:
     assert not moved[[1, 3, 5]].any()
     size = torch.linalg.matrix_norm(update([scale * gradient], negligible_rows=0.1, spectral_target=2.0), 2)
     assert float(size) == pytest.approx(2, abs=0.05)
+
+
+def test_spectral_target_when_few_rows_are_left() -> None:
+    """The floor of σ is the norm of a column of the rows that are left, not of the whole."""
+    gradient = normal(8, 6)
+    gradient[1:] *= 1e-3
+    size = torch.linalg.matrix_norm(update([gradient], negligible_rows=0.1, spectral_target=2.0), 2)
+    assert float(size) == pytest.approx(2, abs=0.05)

@@ -114,6 +114,28 @@ def test_iterations_bring_rows_nearer_to_their_norm() -> None:
     assert errors[-1] < 1e-4
 
 
+def test_warm_scales_do_not_drift_into_their_bound() -> None:
+    """c and 1/r would grow together, by 2^40 in a few hundred updates, and the bound would make all c equal."""
+    c, start = None, None
+    for step in range(400):
+        gradient = normal(6, 5, seed=step) * normal(6, 1, seed=step + 1000).exp() * normal(5, seed=step + 2000).exp()
+        exact, start = balanced(gradient, 1, start)
+        assert relative_error(balance(gradient, 1, c), exact) < 1e-5
+        _, c = scale_vectors(gradient, 1, c)
+        assert abs(float(c.log2().mean())) < 12
+
+
+def test_rows_left_out_cause_no_second_pass() -> None:
+    """Rows that are left out are the very ones whose squares underflow."""
+    gradient = normal(6, 5)
+    gradient[2] *= 1e-25
+    keep = torch.arange(6) != 2
+    _, _, flag = sinkhorn.iterate(gradient, torch.ones(5), torch.tensor([5.0]), 5, 1, keep=keep)
+    assert not flag
+    _, _, flag = sinkhorn.iterate(gradient, torch.ones(5), 6, 5, 1)
+    assert flag
+
+
 def test_scales_stay_bounded_without_support() -> None:
     gradient = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 0, 0]])  # no nonzero permutation: scales run away
     c = None

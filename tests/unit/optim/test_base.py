@@ -144,6 +144,21 @@ def test_strides_do_not_matter(rule: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(results[name], results["plain"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("bits", [8, 32])
+def test_adamw_knows_no_transposed_storage(bits: int) -> None:
+    results = []
+    for transposed in (False, True):
+        params = [nn.Parameter(normal(64, 96)), nn.Parameter(normal(96))]
+        group = {"params": params, "rule": "adamw", "transposed": transposed}
+        optimizer = SinkGD([group], 0.1, state_bits=bits, compile=False)
+        for step in range(2):
+            for parameter in params:
+                parameter.grad = normal(*parameter.shape, seed=step)
+            optimizer.step()
+        results.append([parameter.detach() for parameter in params])
+    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 3), ()], ids=str)
 def test_empty_and_scalar_parameters(shape: tuple[int, ...]) -> None:
     parameter, ordinary = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(3, 3))

@@ -111,6 +111,19 @@ def test_forty_shapes_and_a_schedule_do_not_recompile() -> None:
     assert len(compiling._compiled) >= 8
 
 
+def test_each_kind_of_argument_has_a_compiled_form_of_its_own() -> None:
+    """What torch.compile would specialise on must not use up the number of times it compiles one function."""
+
+    def kernel(x: Tensor) -> Tensor:
+        return x + 1
+
+    plain = torch.ones(3, 4, 5)
+    others = [plain[:1], plain[:, :1], plain.mT, plain.permute(2, 1, 0), plain.bfloat16(), plain[0]]
+    forms = {compiled(kernel, argument) for argument in (plain, *others)}
+    assert len(forms) == 1 + len(others)
+    assert {compiled(kernel, torch.ones(size, 7, 2)) for size in (2, 9)} == {compiled(kernel, plain)}
+
+
 def test_a_kernel_that_cannot_be_compiled_whole_raises() -> None:
     def breaks(x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
