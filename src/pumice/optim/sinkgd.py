@@ -240,6 +240,8 @@ class SinkGD(MatrixOptimizer):
         stochastic_rounding: round bfloat16 weights stochastically; see :mod:`pumice.optim.rounding`.
         spectral_target: operator norm of the update before lr and lr_scale: a positive number, or ``"sqrt"`` for
             √(d_out / d_in); None leaves it as it is. Two more passes over the gradient, n float32 of state per matrix.
+            The norm is estimated from below, by one power iteration that continues from the update before: the result
+            is up to 3 % too large if the leading directions of gradients persist, up to 60 % if gradients are noise.
         negligible_rows: leave rows out of balancing whose norm is below this share of the RMS norm of the rows that
             are not zero, in [0, 1). For embeddings and output heads, most of whose rows belong to tokens that a batch
             hardly concerns; an extra pass over the gradient.
