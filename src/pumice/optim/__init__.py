@@ -2,6 +2,7 @@
 
 from pumice.optim.groups import param_groups, routing
 from pumice.optim.sinkgd import SinkGD
+from pumice.optim.smet import SMET
 from pumice.optim.table import Routing
 
-__all__ = ["Routing", "SinkGD", "param_groups", "routing"]
+__all__ = ["SMET", "Routing", "SinkGD", "param_groups", "routing"]

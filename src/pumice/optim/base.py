@@ -65,9 +65,20 @@ class MatrixOptimizer(Optimizer):
         self.skipped: dict[str, int] = {}
         super().__init__(params, defaults)
 
-    @abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError or TypeError if an option of ``group`` is out of range."""
+        """Raise ValueError or TypeError if an option of ``group`` is out of range: here those that all have."""
+        check_number("lr", group["lr"], 0)
+        check_number("weight_decay", group["weight_decay"], 0)
+        if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
+            raise TypeError(f"betas must be two numbers, got {group['betas']!r}")
+        for index, beta in enumerate(group["betas"]):
+            check_number(f"betas[{index}]", beta, 0, 1)
+        check_number("eps", group["eps"], 0, open_low=True)
+        if group["state_bits"] not in (8, 32):
+            raise ValueError(f"state_bits must be 8 or 32, got {group['state_bits']!r}")
+        check_whole("seed", group["seed"], 0)
+        for name in ("stochastic_rounding", "maximize"):
+            check_flag(name, group[name])
 
     def _check_parameter(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Raise ValueError or TypeError if ``parameter`` of ``group`` cannot be trained."""
@@ -212,5 +223,5 @@ class MatrixOptimizer(Optimizer):
         own = [parameter for group in self.param_groups for parameter in group["params"]]
         for saved_id, parameter in zip(saved_ids, own, strict=True):
             for key, value in state_dict["state"].get(saved_id, {}).items():
-                device = value.device if key == "step" else to_local(parameter).device
+                device = value.device if value.ndim == 0 else to_local(parameter).device  # counters stay
                 self.state[parameter][key] = value.detach().clone().to(device)

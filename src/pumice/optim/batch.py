@@ -8,6 +8,7 @@ Both halves are generators that yield the compiled calls they need and are sent 
 several batches can be made at once.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 from pumice.optim.compiling import call_compiled
 from pumice.optim.rounding import stream_key, uniforms
 from pumice.optim.sharding import align_gradient, global_indices, to_local
+from pumice.sparse.linear import BlockSparseLinear
 
 STACK_BYTES = 1 << 20  # equal tensors smaller than this share one call
 COMPILED_STACK_BYTES = 1 << 16  # likewise if it is compiled: a larger one is faster where it lies, in the cache
@@ -38,10 +40,13 @@ class Member:
     name: str  # for messages
     number: int  # position in the optimizer
     transposed: bool = False  # stored [in, out]: rows and columns change places
+    layer: BlockSparseLinear | None = None  # whose packed values it is: a row of the matrix is a slot
 
     def matrix(self, like_parameter: Tensor) -> Tensor:
         """View the local part of a tensor of the parameter's shape as a matrix (..., m, n), rows being outputs."""
         local = to_local(like_parameter)
+        if self.packed:
+            return local.flatten(1)
         matrix = local if local.ndim >= 2 else local.view(1, -1)
         return matrix.mT if self.transposed else matrix
 
@@ -63,6 +68,16 @@ class Member:
         return (-1, -2) if self.transposed else (-2, -1)
 
     @property
+    def packed(self) -> bool:
+        """Whether the parameter is (slots, block rows, block cols)."""
+        return self.layer is not None
+
+    @property
+    def width(self) -> int:
+        """Elements of a stored row of the whole parameter, or of a slot."""
+        return math.prod(self.parameter.shape[1:]) if self.packed else self.parameter.shape[-1]
+
+    @property
     def step(self) -> int:
         """Number of the update, from 1."""
         return int(self.state["step"]) + 1
@@ -81,6 +96,9 @@ class Member:
 
     def rounding_indices(self) -> tuple[Tensor, Tensor]:
         """Return global row numbers (..., m), leading axes counted in, and column numbers (n,)."""
+        if self.packed:
+            slots = global_indices(self.parameter, 0)
+            return slots, torch.arange(self.width, device=slots.device)
         if self.parameter.ndim < 2:
             row = torch.zeros(1, dtype=torch.int64, device=self.weight.device)
             return row, global_indices(self.parameter, 0) if self.parameter.ndim else row
@@ -155,10 +173,14 @@ class Batch(ABC):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return torch.tensor(values, dtype=dtype).to(weight.device, non_blocking=True)
 
+    @property
+    def draws(self) -> bool:
+        """Whether the update rounds something stochastically."""
+        return self.members[0].rounds
+
     def uniforms(self) -> Calls[tuple[Tensor, Tensor] | tuple[None, None]]:
         """Return random numbers for rounding, (..., m) and (..., n) with the weight's leading axes, or None twice."""
-        first = self.members[0]
-        if not first.rounds:
+        if not self.draws:
             return None, None
         keys = torch.tensor([stream_key(member.group["seed"], member.step, member.number) for member in self.members])
         rows, cols = self._rounding_indices()

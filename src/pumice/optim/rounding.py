@@ -59,6 +59,12 @@ def uniforms(rows: Tensor, cols: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     return _hash(rows, keys), _hash(cols, ~keys)
 
 
+def element_uniforms(row_uniforms: Tensor, col_uniforms: Tensor) -> Tensor:
+    """Return the random numbers of elements, float32 (..., m, n) in [0, 1), from those of rows and columns."""
+    uniform = row_uniforms.unsqueeze(-1) + col_uniforms.unsqueeze(-2)
+    return uniform - uniform.floor()
+
+
 def _to_8_bits(x: Tensor) -> Tensor:
     """Round float32 values below 2^110 to the nearest that has 8 significant bits, in float arithmetic.
 
@@ -80,8 +86,7 @@ def stochastic_round(values: Tensor, row_uniforms: Tensor, col_uniforms: Tensor)
     Returns:
         float32 tensor whose values are exact in bfloat16, but for the exceptions above.
     """
-    uniform = row_uniforms.unsqueeze(-1) + col_uniforms.unsqueeze(-2)
-    uniform = uniform - uniform.floor()
+    uniform = element_uniforms(row_uniforms, col_uniforms)
     near = _to_8_bits(values)
     error = values - near
     # A bfloat16 is M·2^k with 128 ≤ M < 256. Moving it by 1/200 moves M by 0.64 to 1.28, which rounds to the neighbour.

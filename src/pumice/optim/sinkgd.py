@@ -339,20 +339,12 @@ class SinkGD(MatrixOptimizer):
         return cls(groups, lr, weight_decay=weight_decay, **options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_number("lr", group["lr"], 0)
+        super()._check_group(group)
         if isinstance(group["lr_scale"], str) and group["lr_scale"] != "match_rms_adamw":
             raise ValueError(f"lr_scale must be a number or 'match_rms_adamw', got {group['lr_scale']!r}")
         if group["lr_scale"] != "match_rms_adamw":
             check_number("lr_scale", group["lr_scale"], 0, open_low=True)
         check_whole("sinkhorn_iters", group["sinkhorn_iters"], 1)
-        check_number("weight_decay", group["weight_decay"], 0)
-        if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
-            raise TypeError(f"betas must be two numbers, got {group['betas']!r}")
-        for index, beta in enumerate(group["betas"]):
-            check_number(f"betas[{index}]", beta, 0, 1)
-        check_number("eps", group["eps"], 0, open_low=True)
-        if group["state_bits"] not in (8, 32):
-            raise ValueError(f"state_bits must be 8 or 32, got {group['state_bits']!r}")
         target = group["spectral_target"]
         if isinstance(target, str) and target != "sqrt":
             raise ValueError(f"spectral_target must be a positive number, 'sqrt' or None, got {target!r}")
@@ -361,8 +353,7 @@ class SinkGD(MatrixOptimizer):
         check_number("negligible_rows", group["negligible_rows"], 0, 1)
         if group["base_width"] is not None:
             check_number("base_width", group["base_width"], 0, open_low=True)
-        check_whole("seed", group["seed"], 0)
-        for name in ("warm_start", "stochastic_rounding", "maximize", "transposed"):
+        for name in ("warm_start", "transposed"):
             check_flag(name, group[name])
         if group["rule"] not in ("auto", "sinkgd", "adamw"):
             raise ValueError(f"rule must be 'sinkgd', 'adamw' or 'auto', got {group['rule']!r}")

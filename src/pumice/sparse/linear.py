@@ -152,6 +152,7 @@ class BlockSparseLinear(nn.Module):
         self.register_buffer("birth", torch.zeros(slots, device=self.values.device, dtype=torch.int32))
         self.__dict__["origin"] = None  # past nn.Module's attribute, which would make it a submodule
         self._norms: Tensor | None = None
+        self._density: tuple[tuple[int, int], float] | None = None  # of the ids that it was counted from
         self.reset_parameters()
 
     @classmethod
@@ -205,8 +206,11 @@ class BlockSparseLinear(nn.Module):
 
     @property
     def density(self) -> float:
-        """Share of the matrix's entries that lie in active blocks; reads ``ids``, so it waits for the device."""
-        return int(real_entries(self.ids.long(), self.grid).sum()) / self.grid.entries
+        """Share of the matrix's entries that lie in active blocks; waits for the device if ``ids`` have changed."""
+        seen = (id(self.ids), self.ids._version)
+        if self._density is None or self._density[0] != seen:
+            self._density = seen, int(real_entries(self.ids.long(), self.grid).sum()) / self.grid.entries
+        return self._density[1]
 
     @property
     def record_block_norms(self) -> bool:

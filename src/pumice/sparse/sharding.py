@@ -19,12 +19,11 @@ def summed(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def zero_slots(tensor: Tensor, slots: Tensor) -> None:
-    """Set some slots to zero, in place.
+def local_slots(tensor: Tensor) -> slice:
+    """Return which slots of the whole tensor are on this rank.
 
     Args:
         tensor: (slots, ...); a DTensor is replicated or sharded along its first axis.
-        slots: int64: numbers of slots of the whole tensor.
 
     Raises:
         ValueError: The tensor is sharded in another way.
@@ -38,7 +37,22 @@ def zero_slots(tensor: Tensor, slots: Tensor) -> None:
                 start, size = start + offset, min(chunk, size - offset)
             elif not isinstance(placement, Replicate):
                 raise ValueError(f"slots must be replicated or sharded along axis 0, got {placement}")
-        tensor = tensor.to_local()
-    mine = slots[(slots >= start) & (slots < start + size)] - start
+    return slice(start, start + size)
+
+
+def fill_slots(tensor: Tensor, slots: Tensor, value: float = 0) -> None:
+    """Set all elements of some slots to a value, in place.
+
+    Args:
+        tensor: As :func:`local_slots` takes it.
+        slots: int64: numbers of slots of the whole tensor.
+        value: What to set them to.
+
+    Raises:
+        ValueError: The tensor is sharded along another axis.
+    """
+    here = local_slots(tensor)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    mine = slots[(slots >= here.start) & (slots < here.stop)] - here.start
     with torch.no_grad():
-        tensor[mine.to(tensor.device)] = 0
+        local[mine.to(local.device)] = value

@@ -26,7 +26,7 @@ from pumice.sparse.layout import mean_magnitudes
 from pumice.sparse.linear import BlockSparseLinear
 from pumice.sparse.schedule import Schedule
 from pumice.sparse.selection import largest, random_scores
-from pumice.sparse.sharding import summed, zero_slots
+from pumice.sparse.sharding import fill_slots, summed
 
 Grow = Literal["random", "gradient", "static"]
 
@@ -87,7 +87,7 @@ def reset_slots(optimizer: Optimizer, parameter: nn.Parameter, slots: Tensor) ->
         return
     for name, state in optimizer.state.get(parameter, {}).items():
         if name != "step" and isinstance(state, Tensor) and state.shape[:1] == parameter.shape[:1]:
-            zero_slots(state, slots)
+            fill_slots(state, slots)
 
 
 _WRAPPERS = re.compile(r"^module\.|(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -229,7 +229,7 @@ class Topology:
             )
             layer.ids[swap.slots] = swap.ids.to(layer.ids.dtype)
             layer.birth[swap.slots] = self.steps
-            zero_slots(layer.values.detach(), swap.slots)
+            fill_slots(layer.values.detach(), swap.slots)
             reset_slots(optimizer, layer.values, swap.slots)
         return self._histories[name].record(before, layer.ids, layer.birth, self.steps)
 

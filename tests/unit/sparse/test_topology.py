@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pumice.errors import UserError
 from pumice.sparse import BlockSparseLinear, Topology, sparsify
 from pumice.sparse.layout import real_entries
-from pumice.sparse.sharding import gathered, zero_slots
+from pumice.sparse.sharding import fill_slots, gathered
 from pumice.sparse.topology import plan_swap
 
 
@@ -377,16 +377,16 @@ def test_slots_of_an_uneven_shard(half):
     rank = half.get_local_rank()
     local = torch.ones(3 - rank, 1, 2)
     tensor = DTensor.from_local(local, half, [Shard(0)], run_check=False, shape=(5, 1, 2), stride=(2, 2, 1))
-    zero_slots(tensor, torch.tensor([0, 3]))
+    fill_slots(tensor, torch.tensor([0, 3]))
     assert tensor.to_local()[:, 0, 0].tolist() == [[0, 1, 1], [0, 1]][rank]
 
 
 def test_replicated_slots_and_other_shards(half):
     tensor = DTensor.from_local(torch.ones(4, 1, 2), half, [Replicate()], run_check=False)
-    zero_slots(tensor, torch.tensor([1, 3]))
+    fill_slots(tensor, torch.tensor([1, 3]))
     assert gathered(tensor)[:, 0, 0].tolist() == [1, 0, 1, 0]
     with pytest.raises(ValueError, match="sharded along axis 0"):
-        zero_slots(DTensor.from_local(torch.ones(4, 1, 2), half, [Shard(2)], run_check=False), torch.tensor([1]))
+        fill_slots(DTensor.from_local(torch.ones(4, 1, 2), half, [Shard(2)], run_check=False), torch.tensor([1]))
 
 
 # --- diagnostics -----------------------------------------------------------------------------------------------------
