@@ -29,7 +29,14 @@ def moments(blocks: int, tail: float) -> dict[str, Tensor]:
 
 def fourth_powers(signed: bool) -> Codec:
     """Return encoding and decoding by pumice."""
-    encode = quantised.encode_signed if signed else quantised.encode_unsigned
+    uniform = torch.rand(BLOCK, generator=torch.Generator().manual_seed(1))
+
+    def encode(values: Tensor, codes: Tensor, scale: Tensor) -> None:
+        if signed:
+            quantised.encode_signed(values, codes, scale)
+        else:
+            quantised.encode_unsigned(values, codes, scale, uniform)
+
     decode = quantised.decode_signed if signed else quantised.decode_unsigned
 
     def there_and_back(values: Tensor) -> Tensor:

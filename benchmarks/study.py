@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from pumice.optim import SinkGD
 
@@ -74,11 +74,26 @@ def optimizer(model: nn.Module, spec: Mapping[str, Any], compile: bool) -> Optim
 
 
 class Bench:
-    """One architecture, compiled once and trained many times."""
+    """One architecture, compiled once and trained many times.
 
-    def __init__(self, config: PretrainedConfig, corpus: Corpus, plan: Plan, compile: bool = True) -> None:
-        self.config, self.corpus, self.plan, self.compile = config, corpus, plan, compile
-        self.model = build(config)
+    Args:
+        config: of the model.
+        corpus: text to train on.
+        plan: how.
+        compile: whether to compile the model and the optimizers.
+        convert: changes a new model of a seed in place, for example to a block-sparse one.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        corpus: Corpus,
+        plan: Plan,
+        compile: bool = True,
+        convert: Callable[[nn.Module, int], object] = lambda model, seed: None,
+    ) -> None:
+        self.config, self.corpus, self.plan, self.compile, self._convert = config, corpus, plan, compile, convert
+        self.model = self._new(seed=0)
         self._loss = torch.compile(self._plain_loss) if compile else self._plain_loss
         starts = torch.linspace(0, len(corpus.validation) - plan.length - 1, plan.validation_windows).long()
         self._validation = self._windows(corpus.validation, starts)
@@ -92,21 +107,32 @@ class Bench:
 
     def reset(self, seed: int) -> None:
         """Give the model the weights of ``seed``."""
-        self.model.load_state_dict(build(self.config, seed).state_dict())
+        self.model.load_state_dict(self._new(seed).state_dict())
         self.model.zero_grad()
 
+    def _new(self, seed: int) -> PreTrainedModel:
+        model = build(self.config, seed)
+        self._convert(model, seed)
+        return model
+
     @torch.no_grad()
-    def validate(self) -> float:
-        """Return the mean loss over all tokens of the validation windows, in nats a byte."""
+    def validate(self, windows: int | None = None) -> float:
+        """Return the mean loss over all tokens of the first (or all) validation windows, in nats a byte."""
         total = tokens = 0.0
-        for windows in self._validation.split(self.plan.batch):
-            count = windows.shape[0] * self.plan.length
-            total += float(self._loss(windows)) * count
+        for batch in self._validation[:windows].split(self.plan.batch):
+            count = batch.shape[0] * self.plan.length
+            total += float(self._loss(batch)) * count
             tokens += count
         return total / tokens
 
     def train(
-        self, seed: int, make: Callable[[nn.Module], Optimizer], clip: float | None, observe: Observer | None = None
+        self,
+        seed: int,
+        make: Callable[[nn.Module], Optimizer],
+        clip: float | None,
+        observe: Observer | None = None,
+        tick: Observer | None = None,
+        plan: Plan | None = None,
     ) -> dict[str, Any]:
         """Train from the weights of ``seed`` on the batches of ``seed``.
 
@@ -115,12 +141,14 @@ class Bench:
             make: makes the optimizer.
             clip: largest norm of all gradients together; None: no clipping.
             observe: called with the number of the update, from 0, and the optimizer before each update.
+            tick: likewise after each, while the gradients are still there.
+            plan: another than the bench's, with windows of the same length.
 
         Returns:
             loss: validation loss at the end, None if it is not finite; curve: pairs (update, validation loss);
             train_loss: mean over the last tenth; seconds.
         """
-        plan, begin = self.plan, time.perf_counter()
+        plan, begin = plan or self.plan, time.perf_counter()
         self.reset(seed)
         made = make(self.model)
         schedule = LambdaLR(made, plan.rate)
@@ -140,6 +168,8 @@ class Bench:
             if observe is not None:
                 observe(step, made)
             made.step()
+            if tick is not None:
+                tick(step, made)
             schedule.step()
             made.zero_grad()
             if step + 1 in marks:

@@ -32,6 +32,7 @@ def script(name: str) -> ModuleType:
         ("sinkgd_variants", ["--seeds", "1"]),
         ("bf16_training", ["--seeds", "1"]),
         ("moment_codes", []),
+        ("dst_stability", ["--parts", "late"]),
     ],
 )
 def test_every_script_runs_saves_and_makes_its_tables(name: str, arguments: list[str], tmp_path: Path) -> None:

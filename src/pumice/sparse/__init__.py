@@ -1,8 +1,19 @@
 """Block-sparse layers, and training in which the set of active blocks moves; torch alone."""
 
 from pumice.sparse.convert import densify, sparsify
+from pumice.sparse.diagnostics import NewbornProbe, Spike, Spikes
 from pumice.sparse.distribution import Summary, summary
 from pumice.sparse.linear import BlockSparseLinear
 from pumice.sparse.topology import Topology
 
-__all__ = ["BlockSparseLinear", "Summary", "Topology", "densify", "sparsify", "summary"]
+__all__ = [
+    "BlockSparseLinear",
+    "NewbornProbe",
+    "Spike",
+    "Spikes",
+    "Summary",
+    "Topology",
+    "densify",
+    "sparsify",
+    "summary",
+]

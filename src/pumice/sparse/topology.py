@@ -124,6 +124,7 @@ class Topology:
         layers: The layers, by full name without the prefixes of wrappers (DistributedDataParallel, torch.compile).
         steps: Optimizer steps so far.
         updates: Topology updates so far.
+        updated_at: Value of ``steps`` at the latest topology update, 0 before the first.
 
     Raises:
         UserError: A setting is out of range, no update would ever happen, or the model has no block-sparse layer.
@@ -162,7 +163,7 @@ class Topology:
         }
         if not self.layers:
             raise UserError("the model has no block-sparse layer; call sparsify first")
-        self.steps = self.updates = 0
+        self.steps = self.updates = self.updated_at = 0
         self._histories = {name: History(name, layer.grid, (1, 5, grace + 2)) for name, layer in self.layers.items()}
         self._record_if_due()
 
@@ -180,6 +181,7 @@ class Topology:
         update = None
         if self._due(self.steps):
             self.updates += 1
+            self.updated_at = self.steps
             layers = {name: layer for name, layer in self.layers.items() if layer.values.requires_grad}
             changes = tuple(self._update(name, layer, optimizer) for name, layer in layers.items())
             update = Update(self.steps, self.updates, self.grace, changes)
@@ -189,7 +191,7 @@ class Topology:
     def state_dict(self) -> dict[str, Any]:
         """Clock and diagnostics: numbers and tensors; ids and birth steps are in the model's state_dict."""
         layers = {name: history.state_dict() for name, history in self._histories.items()}
-        return {"steps": self.steps, "updates": self.updates, "layers": layers}
+        return {"steps": self.steps, "updates": self.updates, "updated_at": self.updated_at, "layers": layers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another topology of the same layers stopped; load the model's state_dict as well.
@@ -201,7 +203,7 @@ class Topology:
             raise ValueError(f"the topology's state and the model differ in block-sparse layers: {sorted(other)}")
         for name, history in self._histories.items():
             history.load_state_dict(state["layers"][name])
-        self.steps, self.updates = int(state["steps"]), int(state["updates"])
+        self.steps, self.updates, self.updated_at = (int(state[key]) for key in ("steps", "updates", "updated_at"))
         self._record_if_due()
 
     def _due(self, step: int) -> bool:

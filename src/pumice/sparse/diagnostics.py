@@ -1,0 +1,128 @@
+"""What topology updates do to training: jumps of the loss, and how far newborn blocks move beside mature ones."""
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pumice.sparse.layout import real_entries
+from pumice.sparse.linear import BlockSparseLinear
+from pumice.sparse.sharding import local_slots, summed
+from pumice.sparse.topology import Topology
+
+
+@dataclass(frozen=True)
+class Spike:
+    """The jump of the loss at one topology update.
+
+    Attributes:
+        step: Optimizer steps taken at the update.
+        height: Largest loss of the next two steps minus that of the update's own step.
+        usual: Mean of such jumps between updates.
+        noise: Their standard deviation.
+    """
+
+    step: int
+    height: float
+    usual: float
+    noise: float
+
+    def metrics(self) -> dict[str, float]:
+        """``spike_height`` and, in standard deviations above the usual jump, ``spike_deviations``."""
+        above = (self.height - self.usual) / self.noise if self.noise else 0.0
+        return {"spike_height": self.height, "spike_deviations": above}
+
+
+class Spikes:
+    """Compares the jumps of the training loss at topology updates with those in between.
+
+    Args:
+        memory: How many of the latest jumps between updates make up the noise.
+    """
+
+    AHEAD = 2
+
+    def __init__(self, memory: int = 200) -> None:
+        self._recent: deque[tuple[int, float, bool]] = deque(maxlen=self.AHEAD + 1)
+        self._quiet: deque[float] = deque(maxlen=memory)
+
+    def see(self, step: int, loss: float, updated: bool) -> Spike | None:
+        """Take in one step.
+
+        Args:
+            step: Optimizer steps taken, this one included.
+            loss: Of this step's batch, before its update.
+            updated: Whether the topology changed after it.
+
+        Returns:
+            The jump at the update two steps ago, if there was one and if there are jumps to compare it with.
+        """
+        self._recent.append((step, loss, updated))
+        if len(self._recent) <= self.AHEAD:
+            return None
+        (then, before, was_update), *after = self._recent
+        height = max(value for _, value, _ in after) - before
+        if was_update:
+            known = len(self._quiet) > 1
+            return Spike(then, height, fmean(self._quiet), pstdev(self._quiet)) if known else None
+        if not any(changed for _, _, changed in after[:-1]):
+            self._quiet.append(height)
+        return None
+
+
+class NewbornProbe:
+    """Measures the RMS of updates to newborn weights over that of updates to the others, after a topology update.
+
+    Without warm-up this is where the instability starts: it is 1 if newborn blocks move as others do. A sample of slots
+    is copied before the optimizer's step and compared after it.
+
+    Args:
+        topology: Whose layers and clock to follow.
+        steps: For how many optimizer steps after each topology update.
+        sample: Slots to copy at most of each layer, as many newborn ones as others.
+    """
+
+    def __init__(self, topology: Topology, steps: int = 5, sample: int = 4096) -> None:
+        self._topology, self._steps, self._sample = topology, steps, sample
+        self._copies: list[tuple[int, BlockSparseLinear, Tensor, Tensor]] = []  # 0 for newborn slots, 1 for others
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Copy the sample, if a topology update was not long ago."""
+        topology = self._topology
+        self._copies = []
+        if not topology.updated_at or topology.steps - topology.updated_at >= self._steps:
+            return
+        for layer in topology.layers.values():
+            here = local_slots(layer.values)
+            birth = layer.birth[here]
+            newborn = birth == topology.updated_at
+            for kind, chosen in enumerate((newborn, ~newborn & (layer.ids[here] < layer.grid.blocks))):
+                slots = chosen.nonzero().flatten()
+                stride = -(-len(slots) // (self._sample // 2)) or 1
+                slots = slots[::stride]
+                self._copies.append((kind, layer, slots, _local(layer.values)[slots].clone()))
+
+    @torch.no_grad()
+    def after_step(self) -> float | None:
+        """Return the ratio of the two RMS; None if nothing was copied or one of them has no weights."""
+        if not self._copies:
+            return None
+        sums = torch.zeros(2, 2, dtype=torch.float64)  # of squares and entries, of newborn and of other weights
+        for kind, layer, slots, copied in self._copies:
+            moved = (_local(layer.values)[slots] - copied).to(torch.float64).square().sum()
+            entries = real_entries(layer.ids[local_slots(layer.values)][slots].long(), layer.grid).sum()
+            sums[kind] += torch.stack((moved, entries.to(torch.float64))).cpu()
+        self._copies = []
+        (new, new_entries), (old, old_entries) = summed(sums.to(layer.values.device)).tolist()
+        if not new_entries or not old_entries or not old:
+            return None
+        return float((new / new_entries / (old / old_entries)) ** 0.5)
+
+
+def _local(values: Tensor) -> Tensor:
+    values = values.detach()
+    return values.to_local() if isinstance(values, DTensor) else values
