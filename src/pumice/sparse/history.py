@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from pumice.sparse.layout import BlockGrid, marked_entries
+from pumice.sparse.layout import mark, marked, marked_entries
+from pumice.sparse.linear import BlockSparseLinear
 
 
 @dataclass(frozen=True)
@@ -21,6 +20,7 @@ class LayerUpdate:
         grown: Blocks grown.
         survivors: Of the blocks grown some updates ago: how many there were and how many are still active. By age in
             updates; ages from before the run's first update are absent.
+        density: Share of the layer's entries that are active after it.
         ever_active: Share of the layer's entries that have been active at some time.
         entries: Entries of the layer's matrix.
     """
@@ -30,6 +30,7 @@ class LayerUpdate:
     dropped: int
     grown: int
     survivors: Mapping[int, tuple[int, int]]
+    density: float
     ever_active: float
     entries: int
 
@@ -54,9 +55,9 @@ class Update:
         """Sums over layers, to be logged.
 
         Returns:
-            ``dropped``, ``grown`` and ``active`` (blocks), ``ever_active`` (share of entries), and where blocks of that
-            age were ever grown ``survival_1``, ``survival_5`` (share still active after 1 and 5 updates) and
-            ``survival_past_grace`` (after the two updates that follow their grace).
+            ``dropped``, ``grown`` and ``active`` (blocks), ``density`` and ``ever_active`` (shares of entries), and where
+            blocks of that age were ever grown ``survival_1``, ``survival_5`` (share still active after 1 and 5 updates)
+            and ``survival_past_grace`` (after the two updates that follow their grace).
         """
         entries = sum(layer.entries for layer in self.layers)
         numbers: dict[str, float] = {
@@ -65,6 +66,7 @@ class Update:
             "active": sum(layer.active for layer in self.layers),
         }
         if entries:
+            numbers["density"] = sum(layer.density * layer.entries for layer in self.layers) / entries
             numbers["ever_active"] = sum(layer.ever_active * layer.entries for layer in self.layers) / entries
         for name, age in (("survival_1", 1), ("survival_5", 5), ("survival_past_grace", self.grace + 2)):
             pairs = [layer.survivors[age] for layer in self.layers if age in layer.survivors]
@@ -74,71 +76,45 @@ class Update:
 
 
 class History:
-    """One bit per block of a layer, whether it was ever active, and how many blocks its last updates grew.
+    """How many blocks the last updates of a layer grew.
 
     Args:
-        layer: Full name of the module.
-        grid: Its block grid.
+        name: Full name of the layer.
         ages: For how many updates newborn blocks are followed.
     """
 
-    def __init__(self, layer: str, grid: BlockGrid, ages: tuple[int, ...]) -> None:
-        self.layer, self.grid, self.ages = layer, grid, ages
-        self.bits = torch.zeros(-(-grid.blocks // 8), dtype=torch.uint8)
+    def __init__(self, name: str, ages: tuple[int, ...]) -> None:
+        self.name, self.ages = name, ages
         self.births: list[tuple[int, int]] = []  # (step, blocks grown), the latest update last
 
-    def record(self, before: Tensor, after: Tensor, birth: Tensor, step: int) -> LayerUpdate:
+    def record(self, layer: BlockSparseLinear, before: Tensor, step: int) -> LayerUpdate:
         """Note an update.
 
         Args:
+            layer: The layer after it.
             before: Ids of the slots before it, (slots,).
-            after: Ids after it.
-            birth: Birth steps after it.
             step: Optimizer steps taken.
 
         Returns:
             What it did.
         """
-        blocks = self.grid.blocks
-        changed, filled = before != after, after < blocks
+        grid, after = layer.grid, layer.ids
+        changed, filled = before != after, after < grid.blocks
         grown = int((changed & filled).sum())
         self.births = [*self.births[-max(self.ages) :], (step, grown)]
+        mark(layer.ever_active, after, grid)
         return LayerUpdate(
-            layer=self.layer,
+            layer=self.name,
             active=int(filled.sum()),
             dropped=int(changed.sum()),
             grown=grown,
             survivors={
-                age: (born, int((birth[filled] == then).sum()))
+                age: (born, int((layer.birth[filled] == then).sum()))
                 for age in self.ages
                 if age < len(self.births)
                 for then, born in [self.births[-1 - age]]
             },
-            ever_active=marked_entries(self._mark(before, after), self.grid) / self.grid.entries,
-            entries=self.grid.entries,
+            density=layer.density,
+            ever_active=marked_entries(marked(layer.ever_active, grid), grid) / grid.entries,
+            entries=grid.entries,
         )
-
-    def _mark(self, *ids: Tensor) -> Tensor:
-        """Set the bits of some blocks, and return all bits as bool, (blocks,)."""
-        device, blocks = ids[0].device, self.grid.blocks
-        powers = 2 ** torch.arange(8, dtype=torch.uint8, device=device)
-        marks = (self.bits.to(device).unsqueeze(1) & powers).flatten() > 0
-        for some in ids:
-            marks[some[some < blocks].long()] = True
-        self.bits = (marks.view(-1, 8) * powers).sum(1, dtype=torch.uint8)
-        return marks[:blocks]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Bits and births, as tensors and numbers."""
-        return {"ever_active": self.bits, "births": [list(pair) for pair in self.births]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` of a history of the same layer gave.
-
-        Raises:
-            ValueError: It belongs to a layer with another number of blocks.
-        """
-        if state["ever_active"].shape != self.bits.shape:
-            raise ValueError(f"expected one bit for each of {self.grid.blocks} blocks")
-        self.bits = state["ever_active"].clone()
-        self.births = [(int(step), int(grown)) for step, grown in state["births"]]

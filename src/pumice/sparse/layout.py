@@ -102,6 +102,23 @@ def marked_entries(marks: Tensor, grid: BlockGrid) -> int:
     return int(widths.sum()) * grid.block_rows - int(widths[-1]) * missing
 
 
+def marked(bits: Tensor, grid: BlockGrid) -> Tensor:
+    """Unpack a bit for each block, the lowest first: uint8 (⌈blocks / 8⌉,) to bool (blocks,)."""
+    return ((bits.unsqueeze(1) & _powers(bits.device)) > 0).flatten()[: grid.blocks]
+
+
+def mark(bits: Tensor, ids: Tensor, grid: BlockGrid) -> None:
+    """Set the bits of blocks in place; ids of empty slots are passed over."""
+    marks = torch.zeros(8 * bits.shape[0], dtype=torch.bool, device=bits.device)
+    marks[: grid.blocks] = marked(bits, grid)
+    marks[ids[ids < grid.blocks].long()] = True
+    bits.copy_((marks.view(-1, 8) * _powers(bits.device)).sum(1, dtype=torch.uint8))
+
+
+def _powers(device: torch.device) -> Tensor:
+    return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
+
+
 def blank(grid: BlockGrid, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros of shape (grid_rows + 1, block_rows, grid_cols, block_cols), to be seen as blocks or as a matrix.
 

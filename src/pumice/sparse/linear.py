@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pumice.errors import UserError
-from pumice.sparse.layout import BlockGrid, as_matrix, blank, gather, grid_norms, pack, real_entries, unpack
+from pumice.sparse.layout import BlockGrid, as_matrix, blank, gather, grid_norms, mark, pack, real_entries, unpack
 
 # --- operators: the only place where a dense matrix is made in training ----------------------------------------------
 
@@ -117,6 +117,7 @@ class BlockSparseLinear(nn.Module):
         ids: int32 buffer (slots,): the block that each slot holds, in no order; the number of blocks if it is empty.
         birth: int32 buffer (slots,): the optimizer step at which the slot took up its block, 0 for a block that was
             there at the start. The age of a block is the number of optimizer steps taken minus this.
+        ever_active: uint8 buffer (⌈blocks / 8⌉,): a bit for each block, whether it has been active at any time.
         bias: Parameter (out_features,) or None.
         origin: The layer that was sparsified, without its parameters, for :func:`pumice.sparse.densify`; None if there
             was none. Not a submodule.
@@ -128,6 +129,7 @@ class BlockSparseLinear(nn.Module):
     values: nn.Parameter
     ids: Tensor
     birth: Tensor
+    ever_active: Tensor
     origin: nn.Module | None
 
     def __init__(
@@ -150,6 +152,10 @@ class BlockSparseLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.register_buffer("ids", ids.to(device=self.values.device, dtype=torch.int32, copy=True))
         self.register_buffer("birth", torch.zeros(slots, device=self.values.device, dtype=torch.int32))
+        bits = torch.zeros(-(-self.grid.blocks // 8), dtype=torch.uint8)
+        if not ids.is_meta:
+            mark(bits, ids.cpu(), self.grid)
+        self.register_buffer("ever_active", bits.to(self.values.device))
         self.__dict__["origin"] = None  # past nn.Module's attribute, which would make it a submodule
         self._norms: Tensor | None = None
         self._density: tuple[tuple[int, int], float] | None = None  # of the ids that it was counted from
@@ -176,6 +182,8 @@ class BlockSparseLinear(nn.Module):
         with torch.no_grad():
             layer.ids.copy_(ids)
             layer.birth.zero_()
+            layer.ever_active.zero_()
+            mark(layer.ever_active, layer.ids, layer.grid)
             layer.values.copy_(pack(weight, layer.ids, layer.grid))
             if layer.bias is not None and bias is not None:
                 layer.bias.copy_(bias)
@@ -268,7 +276,7 @@ class BlockSparseLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         error_msgs: list[str] = args[-1]
-        for name in ("ids", "birth"):
+        for name in ("ids", "birth", "ever_active"):
             loaded = state_dict.get(prefix + name)
             if loaded is None:
                 continue
@@ -278,8 +286,8 @@ class BlockSparseLinear(nn.Module):
             if problem:
                 error_msgs.append(f"cannot load '{prefix}{name}': {problem}.")
                 return
-            # int32 also where load_state_dict(assign=True) takes the tensor as it is
-            state_dict[prefix + name] = loaded.to(torch.int32)
+            # its own dtype also where load_state_dict(assign=True) takes the tensor as it is
+            state_dict[prefix + name] = loaded.to(getattr(self, name).dtype)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

@@ -99,8 +99,8 @@ class Topology:
     Call :meth:`step` once after each step of the optimizer: backward, clip, ``optimizer.step()``,
     ``topology.step(optimizer)``, ``zero_grad()``. Its count of those calls is the clock of ages and updates. What it
     decides depends on (seed, name of the layer, number of the update), the weights, and gradients summed over ranks.
-    The ids and birth steps are buffers of the layers and part of the model's state_dict; the clock and the diagnostics
-    are part of :meth:`state_dict`.
+    Ids, birth steps and the record of what was ever active are buffers of the layers and part of the model's
+    state_dict; the clock and the numbers of blocks grown are in :meth:`state_dict`.
 
     Args:
         model: A model with :class:`BlockSparseLinear` layers. Frozen layers (``values`` requires no gradient) stay as
@@ -164,7 +164,7 @@ class Topology:
         if not self.layers:
             raise UserError("the model has no block-sparse layer; call sparsify first")
         self.steps = self.updates = self.updated_at = 0
-        self._histories = {name: History(name, layer.grid, (1, 5, grace + 2)) for name, layer in self.layers.items()}
+        self._histories = {name: History(name, (1, 5, grace + 2)) for name in self.layers}
         self._record_if_due()
 
     @torch.no_grad()
@@ -189,9 +189,9 @@ class Topology:
         return update
 
     def state_dict(self) -> dict[str, Any]:
-        """Clock and diagnostics: numbers and tensors; ids and birth steps are in the model's state_dict."""
-        layers = {name: history.state_dict() for name, history in self._histories.items()}
-        return {"steps": self.steps, "updates": self.updates, "updated_at": self.updated_at, "layers": layers}
+        """Clock and numbers of blocks grown, which JSON can hold; the rest is in the model's state_dict."""
+        births = {name: [list(pair) for pair in history.births] for name, history in self._histories.items()}
+        return {"steps": self.steps, "updates": self.updates, "updated_at": self.updated_at, "births": births}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another topology of the same layers stopped; load the model's state_dict as well.
@@ -199,10 +199,10 @@ class Topology:
         Raises:
             ValueError: The state belongs to other layers.
         """
-        if other := state["layers"].keys() ^ self._histories.keys():
+        if other := state["births"].keys() ^ self._histories.keys():
             raise ValueError(f"the topology's state and the model differ in block-sparse layers: {sorted(other)}")
         for name, history in self._histories.items():
-            history.load_state_dict(state["layers"][name])
+            history.births = [(int(step), int(grown)) for step, grown in state["births"][name]]
         self.steps, self.updates, self.updated_at = (int(state[key]) for key in ("steps", "updates", "updated_at"))
         self._record_if_due()
 
@@ -233,7 +233,7 @@ class Topology:
             layer.birth[swap.slots] = self.steps
             fill_slots(layer.values.detach(), swap.slots)
             reset_slots(optimizer, layer.values, swap.slots)
-        return self._histories[name].record(before, layer.ids, layer.birth, self.steps)
+        return self._histories[name].record(layer, before, self.steps)
 
     def _scores(self, name: str, layer: BlockSparseLinear) -> Tensor | None:
         """Score of each block for growth; None if there is nothing to go by."""
