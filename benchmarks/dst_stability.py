@@ -3,8 +3,8 @@
 Small byte-level models under an aggressive schedule: every 20 steps 30 % of the active blocks are swapped, falling
 along half a cosine wave. The cold start of regrown weights needs a count of updates far beyond 1/(1 − β2), so there are
 two regimes: *stress* with betas (0.5, 0.99) from scratch, and *late* with the usual (0.9, 0.999), which goes on from
-2,000 steps of training with a static topology at a constant rate. Learning rates of the matrices are searched per method
-at density 0.25, seed 0, the rate of embeddings and head is the same for all.
+2,000 steps of training with a static topology at a constant rate. Learning rates of the matrices are searched per
+method at density 0.25, seed 0, the rate of embeddings and head is the same for all.
 
 Parts: "main" (methods × densities), "ablation" (what stabilises), "late", "qwen3" (another architecture), "sizes" (a
 LLaMA six times larger). Every finished run is stored, and a study started again goes on.

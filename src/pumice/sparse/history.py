@@ -55,9 +55,9 @@ class Update:
         """Sums over layers, to be logged.
 
         Returns:
-            ``dropped``, ``grown`` and ``active`` (blocks), ``density`` and ``ever_active`` (shares of entries), and where
-            blocks of that age were ever grown ``survival_1``, ``survival_5`` (share still active after 1 and 5 updates)
-            and ``survival_past_grace`` (after the two updates that follow their grace).
+            ``dropped``, ``grown`` and ``active`` (blocks), ``density`` and ``ever_active`` (shares of entries), and
+            where blocks of that age were ever grown ``survival_1``, ``survival_5`` (share still active after 1 and 5
+            updates) and ``survival_past_grace`` (after the two updates that follow their grace).
         """
         entries = sum(layer.entries for layer in self.layers)
         numbers: dict[str, float] = {

@@ -152,10 +152,7 @@ class BlockSparseLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.register_buffer("ids", ids.to(device=self.values.device, dtype=torch.int32, copy=True))
         self.register_buffer("birth", torch.zeros(slots, device=self.values.device, dtype=torch.int32))
-        bits = torch.zeros(-(-self.grid.blocks // 8), dtype=torch.uint8)
-        if not ids.is_meta:
-            mark(bits, ids.cpu(), self.grid)
-        self.register_buffer("ever_active", bits.to(self.values.device))
+        self.register_buffer("ever_active", _bits(ids, self.grid).to(self.values.device))
         self.__dict__["origin"] = None  # past nn.Module's attribute, which would make it a submodule
         self._norms: Tensor | None = None
         self._density: tuple[tuple[int, int], float] | None = None  # of the ids that it was counted from
@@ -182,8 +179,7 @@ class BlockSparseLinear(nn.Module):
         with torch.no_grad():
             layer.ids.copy_(ids)
             layer.birth.zero_()
-            layer.ever_active.zero_()
-            mark(layer.ever_active, layer.ids, layer.grid)
+            layer.ever_active.copy_(_bits(ids, layer.grid))
             layer.values.copy_(pack(weight, layer.ids, layer.grid))
             if layer.bias is not None and bias is not None:
                 layer.bias.copy_(bias)
@@ -289,6 +285,14 @@ class BlockSparseLinear(nn.Module):
             # its own dtype also where load_state_dict(assign=True) takes the tensor as it is
             state_dict[prefix + name] = loaded.to(getattr(self, name).dtype)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _bits(ids: Tensor, grid: BlockGrid) -> Tensor:
+    """A bit for each block, set for those of ``ids``."""
+    bits = torch.zeros(-(-grid.blocks // 8), dtype=torch.uint8, device=ids.device)
+    if not ids.is_meta:
+        mark(bits, ids, grid)
+    return bits
 
 
 def _wrong_ids(ids: Tensor, grid: BlockGrid, empty: bool) -> str | None:

@@ -277,6 +277,7 @@ def test_ids_are_checked(ids, message):
         BlockSparseLinear(COLS, ROWS, ids, (1, 4))
 
 
-def test_persistent_metadata_is_eight_bytes_a_block():
+def test_persistent_metadata_is_eight_bytes_an_active_block_and_a_bit_a_block():
     sparse = layer()
-    assert sum(buffer.numel() * buffer.element_size() for buffer in sparse.buffers()) == 8 * sparse.values.shape[0]
+    bits = -(-sparse.grid.blocks // 8)
+    assert sum(buffer.numel() * buffer.element_size() for buffer in sparse.buffers()) == 8 * len(sparse.ids) + bits
