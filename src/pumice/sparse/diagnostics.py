@@ -157,6 +157,7 @@ class Monitor:
         self.windows: list[list[float]] = []
         self._probe, self._spikes = NewbornProbe(topology, self._STEPS), Spikes()
         self._losses: deque[float] = deque(maxlen=self.BEFORE + 1 + self.AFTER)
+        self._open: deque[int] = deque()  # updates whose window is not complete
         self._densities: dict[str, float] = {}
         self._record: dict[str, float] = {}
 
@@ -184,9 +185,11 @@ class Monitor:
             self._losses.append(loss)
             if (spike := self._spikes.see(topology.steps, loss, update is not None)) is not None:
                 self._record |= spike.metrics()
-            if topology.updated_at and topology.steps - topology.updated_at == self.AFTER:
+            if self._open and topology.steps - self._open[0] == self.AFTER:
+                self._open.popleft()
                 self.windows.append(list(self._losses))
         if update is not None:
+            self._open.append(topology.steps)
             finished = self.finish()
             self._record = {"update": update.number, **update.metrics()}
             densities = {layer.layer: layer.density for layer in update.layers}
@@ -209,6 +212,7 @@ class Monitor:
             "spikes": self._spikes.state_dict(),
             "windows": self.windows,
             "losses": list(self._losses),
+            "open": list(self._open),
             "densities": self._densities,
             "record": self._record,
         }
@@ -220,6 +224,7 @@ class Monitor:
         self.windows = [list(window) for window in state["windows"]]
         self._losses.clear()
         self._losses.extend(state["losses"])
+        self._open = deque(state["open"])
         self._densities, self._record = dict(state["densities"]), dict(state["record"])
 
 
