@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pumice.cli import main
+from pumice.train.callbacks import read_metrics
 from pumice.train.load import load
 
 # Small enough for the many runs below; the recipe's own steps are kept for the run that is looked at closely.
@@ -150,3 +151,25 @@ def test_a_gradient_that_is_not_finite_is_told_in_a_sentence(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("pumice: ")
     assert "finite" in last
+
+
+def test_released_gradients_give_the_same_run(train: Callable[..., int], tmp_path: Path) -> None:
+    """Losses, rates and the logged norm of gradients, also across a resume; without clipping."""
+    words = ["--method.name", "sinkgd", "--trainer.max_grad_norm", "0", "--trainer.eval_strategy", "no"]
+    words += ["--trainer.max_steps", "6", "--trainer.save_steps", "3"]
+    assert train(tmp_path / "ordinary", *words) == 0
+    assert train(tmp_path / "released", *words, "--memory.release", "true") == 0
+    ordinary, released = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("ordinary", "released"))
+    for left, right in zip(ordinary, released, strict=True):
+        assert left.get("loss") == right.get("loss")
+        assert left.get("lr") == right.get("lr")
+        if "grad_norm" in left:
+            assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-5)
+    assert any(line.get("grad_norm", 0) > 0 for line in released)
+
+
+def test_release_with_accumulation_is_refused(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", "--memory.release", "true", "--trainer.gradient_accumulation_steps", "2") == 2
+    assert "gradient release cannot accumulate gradients" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,3 +92,42 @@ def test_wrong_calls(model: PreTrainedModel) -> None:
         OptimizerFactory()(model, lr=0.1, lr_scal=1)
     with pytest.raises(UserError, match="the optimizer needs lr"):
         OptimizerFactory()(model)
+
+
+@pytest.mark.parametrize("method", ["sinkgd", "adamw"])
+def test_release_in_trainer(method: str, tmp_path: Path) -> None:
+    """The same weights, schedule included, without a gradient left; after resume they go on moving."""
+    ids = torch.arange(96).reshape(12, 8).tolist()
+    data = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    weights = []
+    for release in (False, True):
+        args = arguments(tmp_path, learning_rate=0.02, max_grad_norm=0.0, gradient_checkpointing=True)
+        args.max_steps, args.warmup_steps, args.lr_scheduler_type = 6, 2, "cosine"
+        model = build_model(build_config(ModelConfig("llama-tiny")), seed=0)
+        trainer = Trainer(
+            model,
+            args,
+            train_dataset=data,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(method, args, release=release),
+        )
+        trainer.train()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        weights.append(model.state_dict())
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=0, atol=0, msg=name)
+
+
+def test_release_is_refused_before_training(tmp_path: Path) -> None:
+    for values, sentence in (
+        ({"gradient_accumulation_steps": 4}, "gradient release cannot accumulate gradients, got .* 4: set it to 1"),
+        ({"fp16": True}, "does not work with fp16"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            optimizer_cls_and_kwargs("sinkgd", SimpleNamespace(**{**vars(arguments(tmp_path)), **values}), release=True)
+
+
+def test_clipping_of_released_gradients_comes_from_the_arguments(tmp_path: Path) -> None:
+    _, kwargs = optimizer_cls_and_kwargs("sinkgd", arguments(tmp_path, max_grad_norm=0.5), release=True)
+    assert (kwargs["release"], kwargs["clip"]) == (True, 0.5)
+    _, kwargs = optimizer_cls_and_kwargs("sinkgd", arguments(tmp_path, max_grad_norm=0.0), release=True)
+    assert kwargs["clip"] is None

@@ -67,8 +67,8 @@ class TopologyCallback(TrainerCallback, ExportableState):
         if state.global_step:
             self.restore(state)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take a sample of the weights, if a topology update was not long ago."""
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take a sample of the weights, if a topology update was not long ago; gradient release moves them soon."""
         if self.monitor is not None:
             self.monitor.before_step()
 

@@ -16,7 +16,7 @@ from transformers.trainer_callback import TrainerCallback
 from pumice import methods
 from pumice.errors import UserError
 from pumice.integrations.topology import TopologyCallback
-from pumice.optim import SinkGD, routing
+from pumice.optim import GradientRelease, SinkGD, routing
 from pumice.sparse import summary
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,14 @@ class OptimizerFactory:
     """What Trainer takes for an optimizer class: it is made without arguments and then called with the model."""
 
     def __call__(
-        self, model: nn.Module, training_args: Any = None, *, method: str = "sinkgd", **options: Any
+        self,
+        model: nn.Module,
+        training_args: Any = None,
+        *,
+        method: str = "sinkgd",
+        release: bool = False,
+        clip: float | None = None,
+        **options: Any,
     ) -> Optimizer:
         """Build the optimizer of a method for a model.
 
@@ -39,6 +46,8 @@ class OptimizerFactory:
             training_args: Where ``lr``, ``weight_decay``, betas, eps and seed come from unless given (Axolotl passes
                 it as the second argument; Trainer does not).
             method: Name of a method.
+            release: Update in the backward pass and free the gradients: :class:`pumice.optim.GradientRelease`.
+            clip: Of the same, the largest norm of a single parameter's gradient; none: that of ``training_args``.
             options: ``lr``, ``weight_decay`` and the method's options.
 
         Raises:
@@ -46,14 +55,20 @@ class OptimizerFactory:
         """
         if training_args is not None:
             options = settle(method, training_args, options)
+            clip = _release_clip(training_args) if release and clip is None else clip
         lr, weight_decay = options.pop("lr", None), options.pop("weight_decay", 0.0)
         if lr is None:
             raise UserError("the optimizer needs lr: pass it, or make the pair with optimizer_cls_and_kwargs")
         chosen = methods.get(method)
-        return chosen.build(model, lr, weight_decay, chosen.settings(options))
+        optimizer = chosen.build(model, lr, weight_decay, chosen.settings(options))
+        if release:
+            GradientRelease(optimizer, clip=clip, norm=True)
+        return optimizer
 
 
-def optimizer_cls_and_kwargs(method: str, args: Any, **options: Any) -> tuple[type[Any], dict[str, Any]]:
+def optimizer_cls_and_kwargs(
+    method: str, args: Any, *, release: bool = False, **options: Any
+) -> tuple[type[Any], dict[str, Any]]:
     """Return the pair that ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
 
     Trainer does not hand its learning rate, weight decay, betas and epsilon to such an optimizer, so they are
@@ -62,12 +77,29 @@ def optimizer_cls_and_kwargs(method: str, args: Any, **options: Any) -> tuple[ty
     Args:
         method: Name of a method.
         args: The TrainingArguments of the same Trainer.
+        release: Update in the backward pass and free the gradients: :class:`pumice.optim.GradientRelease`. Trainer
+            then finds no gradients and logs a ``grad_norm`` of 0; the true one is ``grad_norm`` of that object.
+            ``args.max_grad_norm`` limits the gradient of each parameter by itself; 0 does not clip.
         options: The method's options.
 
     Raises:
-        UserError: Unknown method, or an option that disagrees with ``args``.
+        UserError: Unknown method, an option that disagrees with ``args``, or gradients that cannot be released.
     """
-    return OptimizerFactory, {"method": method, **settle(method, args, options)}
+    released = {"release": True, "clip": _release_clip(args)} if release else {}
+    return OptimizerFactory, {"method": method, **released, **settle(method, args, options)}
+
+
+def _release_clip(args: Any) -> float | None:
+    """Return the norm to which gradients are clipped where they are released; raise if ``args`` rule release out."""
+    if args.gradient_accumulation_steps > 1:
+        raise UserError(
+            f"gradient release cannot accumulate gradients, got gradient_accumulation_steps "
+            f"{args.gradient_accumulation_steps}: set it to 1 and raise per_device_train_batch_size instead, "
+            "with gradient_checkpointing if memory is short, or train with a smaller learning rate"
+        )
+    if args.fp16:
+        raise UserError("gradient release does not work with fp16, whose loss scaling needs the gradients: use bf16")
+    return args.max_grad_norm or None
 
 
 def prepare_model(method: str, model: nn.Module, args: Any, **options: Any) -> tuple[nn.Module, list[TopologyCallback]]:

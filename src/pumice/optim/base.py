@@ -63,6 +63,7 @@ class MatrixOptimizer(Optimizer):
         self.nonfinite = nonfinite
         self.compile = compile
         self.skipped: dict[str, int] = {}
+        self._elements: int | None = None  # of all parameters that train
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -92,6 +93,7 @@ class MatrixOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, its options and parameters checked."""
         self._check_group({**self.defaults, **param_group})
+        self._elements = None
         super().add_param_group(param_group)
         try:
             for parameter in self.param_groups[-1]["params"]:
@@ -134,25 +136,58 @@ class MatrixOptimizer(Optimizer):
                 loss = closure()
         kinds = [(self._prepare(member), member) for member in self._members()]
         present = [pair for pair in kinds if pair[1].parameter.grad is not None and pair[1].parameter.numel() > 0]
-        if present and not self._only_makes_state([member for _, member in present]):
-            self._update(present)
+        members = [member for _, member in present]
+        if present and not self._only_makes_state(members):
+            self._update(present, self._compiles(members), "no parameter was changed")
         return loss
+
+    @torch.no_grad()
+    def step_parameter(self, group: int, index: int) -> None:
+        """Update one parameter from its gradient, as :meth:`step` would: for :mod:`pumice.optim.release`.
+
+        Args:
+            group: its position in ``param_groups``.
+            index: its position in the group.
+
+        Raises:
+            FloatingPointError: the gradient is not finite and ``nonfinite`` is ``"error"``.
+            ValueError: the gradient is sparse.
+        """
+        number = index + sum(len(other["params"]) for other in self.param_groups[:group])
+        member = self._member(self.param_groups[group], group, index, number)
+        kind = self._prepare(member)
+        if member.parameter.numel() > 0:
+            if self._elements is None:
+                all_parameters = (parameter for other in self.param_groups for parameter in other["params"])
+                self._elements = sum(parameter.numel() for parameter in all_parameters if parameter.requires_grad)
+            changed = "it was not changed, but parameters whose gradients came earlier were"
+            self._update([(kind, member)], self._compiles([member], self._elements), changed)
+
+    def ignores_scale(self, parameter: Tensor, group: dict[str, Any]) -> bool:
+        """Tell whether the update of ``parameter`` of ``group`` stays the same if its gradient is multiplied."""
+        return False
 
     def _members(self) -> Iterator[Member]:
         """Yield every parameter that can train, with or without a gradient: each gets state, as checkpoints expect."""
         numbers = count()
-        for index, group in enumerate(self.param_groups):
-            names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
-            for name, parameter in zip(names, group["params"], strict=True):
+        for position, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
                 number = next(numbers)
-                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                    raise ValueError(
-                        f"{type(self).__name__} needs dense gradients, got a sparse one for {name}; "
-                        "set sparse=False where the module is made"
-                    )
-                if parameter.requires_grad:
-                    transposed = group.get("transposed", False)
-                    yield Member(parameter, group, self.state[parameter], name, number, transposed)
+                if parameter.requires_grad or parameter.grad is not None:
+                    member = self._member(group, position, index, number)
+                    if parameter.requires_grad:
+                        yield member
+
+    def _member(self, group: dict[str, Any], position: int, index: int, number: int) -> Member:
+        parameter = group["params"][index]
+        names = group.get("param_names")
+        name = names[index] if names else f"parameter {index} of group {position}"
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise ValueError(
+                f"{type(self).__name__} needs dense gradients, got a sparse one for {name}; "
+                "set sparse=False where the module is made"
+            )
+        return Member(parameter, group, self.state[parameter], name, number, group.get("transposed", False))
 
     def _only_makes_state(self, members: list[Member]) -> bool:
         """Recognise the step with zero gradients and lr 0 by which torch.distributed.checkpoint creates state."""
@@ -160,19 +195,19 @@ class MatrixOptimizer(Optimizer):
             return False
         return not any(bool(any_rank(member.gradient.any(), member.parameter)) for member in members)
 
-    def _compiles(self, members: list[Member]) -> bool:
+    def _compiles(self, members: list[Member], size: int | None = None) -> bool:
         if self.compile is not None:
             return self.compile
-        size = sum(member.weight.numel() for member in members)
+        size = sum(member.weight.numel() for member in members) if size is None else size
         return size >= COMPILE_FROM and compiler_works(members[0].weight.device)
 
-    def _update(self, kinds: list[tuple[type[Batch], Member]]) -> None:
-        work = list(batches(kinds, self._compiles([member for _, member in kinds])))
+    def _update(self, kinds: list[tuple[type[Batch], Member]], compile: bool, changed: str) -> None:
+        work = list(batches(kinds, compile))
         flagged = self._flagged(work, measure_all(work))
         if flagged:
             work = [batch for batch in work if batch not in flagged]
             for batch in flagged:
-                work += self._fit(batch.split())
+                work += self._fit(batch.split(), changed)
         apply_all(work)
 
     def _flagged(self, work: list[Batch], measured: list[Tensor]) -> list[Batch]:
@@ -188,7 +223,7 @@ class MatrixOptimizer(Optimizer):
             flagged += [batch for (batch, _), flag in zip(pairs, flags.tolist(), strict=True) if flag]
         return flagged
 
-    def _fit(self, singles: list[Batch]) -> list[Batch]:
+    def _fit(self, singles: list[Batch], changed: str) -> list[Batch]:
         """Return those batches of one member whose gradient is finite; raise or count the others."""
         unfit = self._flagged(singles, remeasure_all(singles))
         for batch in unfit:
@@ -196,7 +231,7 @@ class MatrixOptimizer(Optimizer):
             message = f"the gradient of {member.name}, shape {tuple(member.parameter.shape)}, is not finite"
             if self.nonfinite == "error":
                 raise FloatingPointError(
-                    f"{message} (update {member.step}); no parameter was changed. Lower the learning rate, or pass "
+                    f"{message} (update {member.step}); {changed}. Lower the learning rate, or pass "
                     "nonfinite='skip' to leave such a parameter out of an update"
                 )
             self.skipped[member.name] = self.skipped.get(member.name, 0) + 1

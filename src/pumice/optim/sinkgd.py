@@ -367,6 +367,10 @@ class SinkGD(MatrixOptimizer):
     def _balances(parameter: Tensor, group: dict[str, Any]) -> bool:
         return group["rule"] == "sinkgd" or (group["rule"] == "auto" and parameter.ndim >= 2)
 
+    def ignores_scale(self, parameter: Tensor, group: dict[str, Any]) -> bool:
+        """Tell whether ``parameter`` is balanced."""
+        return self._balances(parameter, group)
+
     def _prepare(self, member: Member) -> type[Batch]:
         state, group, parameter = member.state, member.group, member.parameter
         if "step" not in state:

@@ -78,6 +78,18 @@ class MethodConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """What to do about memory beyond the choice of method; ``trainer.gradient_checkpointing`` is the rest.
+
+    Args:
+        release: Update each parameter in the backward pass and free its gradient at once. Needs
+            ``trainer.gradient_accumulation_steps`` 1; ``trainer.max_grad_norm`` then limits each parameter by itself.
+    """
+
+    release: bool = False
+
+
+@dataclass(frozen=True)
 class OutputConfig:
     """What a run leaves behind.
 
@@ -105,4 +117,5 @@ class Recipe:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     method: MethodConfig = field(default_factory=MethodConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     output: OutputConfig = field(default_factory=OutputConfig)

@@ -77,7 +77,9 @@ def run(recipe: Recipe, resume: str = "never") -> int:
     args = training_arguments(recipe.trainer, folder.path)
     config = build_config(recipe.model)
     check_seq_len(config, recipe.data.seq_len)
-    optimizer = optimizer_cls_and_kwargs(recipe.method.name, args, **recipe.method.options)
+    optimizer = optimizer_cls_and_kwargs(
+        recipe.method.name, args, release=recipe.memory.release, **recipe.method.options
+    )
     _try_out(recipe, args, *optimizer, config)
     with args.main_process_first(local=False, desc="the output folder"):
         checkpoint = folder.start(recipe, resume)

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from pumice.integrations.topology import TopologyCallback
+from pumice.optim import release
 from pumice.train import checkpoints
 from pumice.train.meter import Meter
 from pumice.train.signals import shielded
@@ -59,7 +60,10 @@ class RunTrainer(Trainer):
             return super().evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the tokens seen and the speed since the last log."""
+        """Log, with the tokens seen, the speed since the last log, and the norm of gradients that were released."""
+        released = release.of(getattr(self.optimizer, "optimizer", self.optimizer)) if self.optimizer else None
+        if released is not None and released.grad_norm is not None and "grad_norm" in logs:
+            logs["grad_norm"] = released.grad_norm
         super().log(self.meter.complete(logs), *args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

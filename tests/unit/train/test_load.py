@@ -110,7 +110,7 @@ def test_wrong_override(words: list[str], sentence: str) -> None:
         ("trainer: {max_step: 3}", "unknown key 'trainer.max_step' in recipe 'r': did you mean 'trainer.max_steps'?"),
         ("trainr: {max_steps: 3}", "unknown key 'trainr' in recipe 'r': did you mean 'trainer'?"),
         ("trainer: 3", "'trainer' in recipe 'r' must be a mapping, got 3"),
-        ("- 3", "must be a mapping with the keys model, data, tokenizer, method, trainer, output"),
+        ("- 3", "must be a mapping with the keys model, data, tokenizer, method, trainer, memory, output"),
         ("trainer: {max_steps: x}", "trainer.max_steps must be a whole number, got x"),
         ("method: {name: adamx}", "unknown method 'adamx': did you mean 'adamw'?"),
         ("method: {options: {eps: [1]}}", "method.options.eps must be a number or none, got [1]"),
