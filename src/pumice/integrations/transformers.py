@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 from transformers.trainer_callback import TrainerCallback
 
 from pumice import methods
-from pumice.errors import UserError, nearest
-from pumice.optim import routing
+from pumice.errors import UserError
+from pumice.integrations.topology import TopologyCallback
+from pumice.optim import SinkGD, routing
+from pumice.sparse import summary
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +50,7 @@ class OptimizerFactory:
         if lr is None:
             raise UserError("the optimizer needs lr: pass it, or make the pair with optimizer_cls_and_kwargs")
         chosen = methods.get(method)
-        known = [field.name for field in dataclasses.fields(chosen.options)]
-        for key in options:
-            if key not in known:
-                raise UserError(f"unknown option {key} of {method}: {nearest(key, known)}")
-        return chosen.build(model, lr, weight_decay, chosen.options(**options))
+        return chosen.build(model, lr, weight_decay, chosen.settings(options))
 
 
 def optimizer_cls_and_kwargs(method: str, args: Any, **options: Any) -> tuple[type[Any], dict[str, Any]]:
@@ -70,6 +68,36 @@ def optimizer_cls_and_kwargs(method: str, args: Any, **options: Any) -> tuple[ty
         UserError: Unknown method, or an option that disagrees with ``args``.
     """
     return OptimizerFactory, {"method": method, **settle(method, args, options)}
+
+
+def prepare_model(method: str, model: nn.Module, args: Any, **options: Any) -> tuple[nn.Module, list[TopologyCallback]]:
+    """Make a model what a method trains, before a Trainer is built with it; a sparse method needs that.
+
+    >>> model, callbacks = prepare_model("smet", model, args, density=0.25)
+    >>> pair = optimizer_cls_and_kwargs("smet", args, density=0.25)
+    >>> Trainer(model, args, optimizer_cls_and_kwargs=pair, callbacks=callbacks)
+
+    Args:
+        method: Name of a method.
+        model: The model, which may be changed in place.
+        args: The TrainingArguments of the Trainer.
+        options: The method's options, the same as for :func:`optimizer_cls_and_kwargs`.
+
+    Returns:
+        The model to train, and callbacks for the Trainer.
+
+    Raises:
+        UserError: Unknown method or option, or one that is not possible for the model.
+    """
+    chosen = methods.get(method)
+    settings = chosen.settings({key: value for key, value in options.items() if key not in TRAINERS_OWN})
+    if chosen.prepare is not None:
+        model = chosen.prepare(model, settings, args.seed)
+    if (topology := chosen.topology) is None:
+        return model, []
+    if args.max_steps > 0:
+        topology(model, settings, args.max_steps, args.seed)  # so that what it refuses is refused now
+    return model, [TopologyCallback(lambda model, total_steps: topology(model, settings, total_steps, args.seed))]
 
 
 def settle(method: str, args: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +136,7 @@ def _agree(option: str, ours: Any, field: str, theirs: Any) -> None:
 
 
 class ReportOptimizer(TrainerCallback):
-    """Logs, when training begins, which optimizer really runs, and how it routes the parameters if it does.
+    """Logs, when training begins, which optimizer really runs, how it routes parameters, and what is sparse.
 
     Args:
         overrides: The method's option of that name.
@@ -122,13 +150,15 @@ class ReportOptimizer(TrainerCallback):
         """Log at level INFO on the main process."""
         if state.is_world_process_zero:
             logger.info(describe(kwargs["optimizer"]))
-            if any("rule" in group for group in kwargs["optimizer"].param_groups):
+            if isinstance(_inner(kwargs["optimizer"]), SinkGD):
                 logger.info("%s", routing(kwargs["model"], *self._how))
+            if (sparse := summary(kwargs["model"])).layers:
+                logger.info("%s", sparse)
 
 
 def describe(optimizer: Optimizer) -> str:
     """Return one line on a live optimizer, wrapped by accelerate or not: its class and its routing."""
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = _inner(optimizer)
     counts: dict[str, tuple[int, int]] = {}
     for group in inner.param_groups:
         rule = group.get("rule", type(inner).__name__.lower())
@@ -136,3 +166,9 @@ def describe(optimizer: Optimizer) -> str:
         counts[rule] = tensors + len(group["params"]), elements + sum(p.numel() for p in group["params"])
     routed = ", ".join(f"{rule}: {n} tensors, {elements:,} weights" for rule, (n, elements) in counts.items())
     return f"optimizer {type(inner).__module__}.{type(inner).__qualname__} ({routed})"
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer without accelerate's wrapper."""
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner

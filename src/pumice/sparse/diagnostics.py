@@ -1,12 +1,15 @@
 """What topology updates do to training: jumps of the loss, and how far newborn blocks move beside mature ones."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean, pstdev
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from pumice.sparse.layout import real_entries
 from pumice.sparse.linear import BlockSparseLinear
@@ -72,6 +75,17 @@ class Spikes:
             self._quiet.append(height)
         return None
 
+    def state_dict(self) -> dict[str, Any]:
+        """Losses and jumps, as numbers."""
+        return {"recent": [list(entry) for entry in self._recent], "quiet": list(self._quiet)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self._recent.clear()
+        self._recent.extend((int(step), float(loss), bool(updated)) for step, loss, updated in state["recent"])
+        self._quiet.clear()
+        self._quiet.extend(state["quiet"])
+
 
 class NewbornProbe:
     """Measures the RMS of updates to newborn weights over that of updates to the others, after a topology update.
@@ -121,6 +135,97 @@ class NewbornProbe:
         if not new_entries or not old_entries or not old:
             return None
         return float((new / new_entries / (old / old_entries)) ** 0.5)
+
+
+class Monitor:
+    """Ticks a topology, and tells of each of its updates what it did to training.
+
+    Call :meth:`before_step` before the optimizer's step and :meth:`step` after it, in place of ``topology.step``.
+
+    Args:
+        topology: The topology.
+
+    Attributes:
+        windows: Of each update, the losses of the steps from ``BEFORE`` before it to ``AFTER`` after it, where known.
+    """
+
+    BEFORE, AFTER = 5, 10
+    _STEPS = 5  # after an update until it is told of
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.windows: list[list[float]] = []
+        self._probe, self._spikes = NewbornProbe(topology, self._STEPS), Spikes()
+        self._losses: deque[float] = deque(maxlen=self.BEFORE + 1 + self.AFTER)
+        self._open: deque[int] = deque()  # updates whose window is not complete
+        self._densities: dict[str, float] = {}
+        self._record: dict[str, float] = {}
+
+    def before_step(self) -> None:
+        """Come before the optimizer's step."""
+        self._probe.before_step()
+
+    def step(self, optimizer: Optimizer, loss: float | None = None) -> dict[str, float] | None:
+        """Come after the optimizer's step: count it, and change the topology if it is time.
+
+        Args:
+            optimizer: The one that trains the layers.
+            loss: The training loss of this step, if jumps of the loss are to be measured.
+
+        Returns:
+            Five steps after an update, or just before the next one, what is known of it: ``update`` (its number), the
+            entries of :meth:`Update.metrics` and :meth:`Spike.metrics`, ``newborn_ratio_1`` … ``_5`` (see
+            :class:`NewbornProbe`), and as ``density/LAYER`` the densities of layers that have changed.
+        """
+        topology, finished = self.topology, None
+        if (ratio := self._probe.after_step()) is not None:
+            self._record[f"newborn_ratio_{topology.steps - topology.updated_at + 1}"] = ratio
+        update = topology.step(optimizer)
+        if loss is not None:
+            self._losses.append(loss)
+            if (spike := self._spikes.see(topology.steps, loss, update is not None)) is not None:
+                self._record |= spike.metrics()
+            if self._open and topology.steps - self._open[0] == self.AFTER:
+                self._open.popleft()
+                self.windows.append(list(self._losses))
+        if update is not None:
+            self._open.append(topology.steps)
+            finished = self.finish()
+            self._record = {"update": update.number, **update.metrics()}
+            densities = {layer.layer: layer.density for layer in update.layers}
+            changed = {name: d for name, d in densities.items() if self._densities.get(name) != d}
+            self._record |= {f"density/{name}": density for name, density in changed.items()}
+            self._densities |= changed
+        elif topology.updated_at and topology.steps - topology.updated_at == self._STEPS:
+            finished = self.finish()
+        return finished
+
+    def finish(self) -> dict[str, float] | None:
+        """Return what is known of the latest update, if that has not been told."""
+        record, self._record = self._record, {}
+        return record if "update" in record else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the topology and of what is measured: numbers that JSON can hold."""
+        return {
+            "topology": self.topology.state_dict(),
+            "spikes": self._spikes.state_dict(),
+            "windows": self.windows,
+            "losses": list(self._losses),
+            "open": list(self._open),
+            "densities": self._densities,
+            "record": self._record,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where :meth:`state_dict` was called."""
+        self.topology.load_state_dict(state["topology"])
+        self._spikes.load_state_dict(state["spikes"])
+        self.windows = [list(window) for window in state["windows"]]
+        self._losses.clear()
+        self._losses.extend(state["losses"])
+        self._open = deque(state["open"])
+        self._densities, self._record = dict(state["densities"]), dict(state["record"])
 
 
 def _local(values: Tensor) -> Tensor:

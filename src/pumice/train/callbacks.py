@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.trainer_callback import TrainerCallback
 
+from pumice.integrations.topology import PREFIX
+
 logger = logging.getLogger(__name__)
 
 _RENAMED = {"learning_rate": "lr"}
@@ -39,11 +41,15 @@ class MetricsFile(TrainerCallback):
         control.should_log |= control.should_save
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Append a line, if the log is one of training or evaluation; a value that is not finite becomes null."""
+        """Append a line, if the log is of training, evaluation or a topology update.
+
+        A value that is not finite becomes null.
+        """
         values = {_RENAMED.get(key, key): value for key, value in logs.items()}
-        if state.is_world_process_zero and ("loss" in values or "eval_loss" in values):
+        recorded = [key for key in (*_RECORDED, *values) if key in values and (key in _RECORDED or PREFIX in key)]
+        if state.is_world_process_zero and {"loss", "eval_loss", PREFIX + "update"} & set(recorded):
             line = {"step": state.global_step, "tokens": values["tokens"]}
-            line |= {key: _finite(values[key]) for key in _RECORDED if key in values}
+            line |= {key: _finite(values[key]) for key in recorded}
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 

@@ -53,6 +53,16 @@ class RunFolder:
         return self.path / "loss.png"
 
     @property
+    def topology(self) -> Path:
+        """What topology updates did, drawn; of methods that move blocks."""
+        return self.path / "topology.png"
+
+    @property
+    def density_map(self) -> Path:
+        """Which blocks were active at the end, drawn; of sparse methods."""
+        return self.path / "density.png"
+
+    @property
     def summary(self) -> Path:
         """The numbers of the table at the end; it exists once the run is finished."""
         return self.path / "summary.json"

@@ -10,10 +10,10 @@ import datasets
 import torch
 import transformers
 from rich.console import Console
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainingArguments,
 )
@@ -21,7 +21,14 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
 from pumice.errors import UserError
-from pumice.integrations.transformers import OptimizerFactory, ReportOptimizer, optimizer_cls_and_kwargs
+from pumice.integrations.topology import TopologyCallback
+from pumice.integrations.transformers import (
+    OptimizerFactory,
+    ReportOptimizer,
+    optimizer_cls_and_kwargs,
+    prepare_model,
+)
+from pumice.sparse import BlockSparseLinear, densify
 from pumice.train import checkpoints, summary
 from pumice.train.arguments import training_arguments
 from pumice.train.callbacks import MetricsFile, ProgressReport, read_metrics
@@ -44,7 +51,8 @@ class Prepared(NamedTuple):
     tokenizer: PreTrainedTokenizerFast
     train: datasets.Dataset
     validation: datasets.Dataset
-    model: PreTrainedModel
+    model: nn.Module
+    callbacks: list[TopologyCallback]  # of the method
 
 
 def run(recipe: Recipe, resume: str = "never") -> int:
@@ -70,7 +78,7 @@ def run(recipe: Recipe, resume: str = "never") -> int:
     config = build_config(recipe.model)
     check_seq_len(config, recipe.data.seq_len)
     optimizer = optimizer_cls_and_kwargs(recipe.method.name, args, **recipe.method.options)
-    _try_out(*optimizer, config)
+    _try_out(recipe, args, *optimizer, config)
     with args.main_process_first(local=False, desc="the output folder"):
         checkpoint = folder.start(recipe, resume)
         if resume == "auto" and (figures := folder.finished()):
@@ -96,11 +104,18 @@ def run(recipe: Recipe, resume: str = "never") -> int:
     return 0
 
 
-def _try_out(factory: type[OptimizerFactory], kwargs: dict[str, Any], config: PretrainedConfig) -> None:
-    """Build the optimizer for a model without storage, so that options it refuses are refused before any work."""
+def _try_out(
+    recipe: Recipe,
+    args: TrainingArguments,
+    factory: type[OptimizerFactory],
+    kwargs: dict[str, Any],
+    config: PretrainedConfig,
+) -> None:
+    """Prepare a model without storage and build its optimizer: what is not possible is refused before any work."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     try:
+        model, _ = prepare_model(recipe.method.name, model, args, **recipe.method.options)
         factory()(model, **kwargs)
     except (ValueError, TypeError) as error:
         raise UserError(f"method.options: {error}") from error
@@ -122,7 +137,8 @@ def _prepare(recipe: Recipe, args: TrainingArguments, folder: RunFolder, anew: b
         recipe.model.name,
         f"{model.num_parameters():,}",
     )
-    return Prepared(tokenizer, train, validation, model)
+    prepared, callbacks = prepare_model(recipe.method.name, model, args, **recipe.method.options)
+    return Prepared(tokenizer, train, validation, prepared, callbacks)
 
 
 def _complete(checkpoint: Path, args: TrainingArguments) -> bool:
@@ -158,8 +174,11 @@ def _trainer(
             MetricsFile(folder.metrics),
             ProgressReport(bar),
             ReportOptimizer(*map(optimizer[1].get, ("overrides", "embeddings"))),
+            *prepared.callbacks,
         ],
     )
+    for callback in prepared.callbacks:
+        callback.log = trainer.log
     trainer.remove_callback(PrinterCallback)
     if "tensorboard" in (args.report_to or ()):
         trainer.remove_callback(TensorBoardCallback)
@@ -189,6 +208,11 @@ def _finish(recipe: Recipe, trainer: RunTrainer, tokenizer: PreTrainedTokenizerF
         trainer.evaluate()
         evaluated.append(state.log_history[-1])
     model = trainer.accelerator.unwrap_model(trainer.model)
+    stored = model.num_parameters()
+    if any(isinstance(module, BlockSparseLinear) for module in model.modules()):
+        if args.should_save:
+            summary.density_map(model, folder.density_map)
+        densify(model)  # so that it loads everywhere
     model.config.use_cache = True  # Trainer turns it off; who loads the model wants it
     trainer.save_model(str(folder.model))
     meter.measure()
@@ -203,6 +227,7 @@ def _finish(recipe: Recipe, trainer: RunTrainer, tokenizer: PreTrainedTokenizerF
         "steps": state.global_step,
         "tokens": meter.tokens,
         "parameters": model.num_parameters(),
+        "stored_parameters": stored,
         "start_loss": first and first["eval_loss"],
         "start_perplexity": first and first["eval_perplexity"],
         "end_loss": evaluated[-1]["eval_loss"],
@@ -216,7 +241,10 @@ def _finish(recipe: Recipe, trainer: RunTrainer, tokenizer: PreTrainedTokenizerF
         "sample": written,
         "model": str(folder.model),
     }
-    summary.loss_curve(read_metrics(folder.metrics), folder.loss_curve)
+    metrics = read_metrics(folder.metrics)
+    summary.loss_curve(metrics, folder.loss_curve)
+    if trainer.topology is not None and trainer.topology.monitor is not None:
+        summary.topology_updates(metrics, trainer.topology.monitor, folder.topology)
     folder.conclude(figures)
     _show(figures, args)
 

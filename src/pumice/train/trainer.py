@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from pumice.integrations.topology import TopologyCallback
 from pumice.train import checkpoints
 from pumice.train.meter import Meter
 from pumice.train.signals import shielded
@@ -20,6 +21,12 @@ class RunTrainer(Trainer):
     def meter(self) -> Meter:
         """The meter among the callbacks."""
         return next(callback for callback in self.callback_handler.callbacks if isinstance(callback, Meter))
+
+    @property
+    def topology(self) -> TopologyCallback | None:
+        """The callback that moves active blocks, if there is one."""
+        callbacks = self.callback_handler.callbacks
+        return next((callback for callback in callbacks if isinstance(callback, TopologyCallback)), None)
 
     def restore(self, checkpoint: Path) -> None:
         """Take on the weights, state and counts of a checkpoint without training from there."""
@@ -40,7 +47,10 @@ class RunTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Count a micro-batch and train on it."""
         self.meter.see(inputs["input_ids"], self.args.world_size)
-        return super().training_step(model, inputs, *args, **kwargs)
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        if self.topology is not None:
+            self.topology.see(loss)
+        return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate, and leave the random state as it was: when and how often must not reach the weights."""
