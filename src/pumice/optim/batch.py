@@ -26,7 +26,7 @@ from pumice.sparse.linear import BlockSparseLinear
 STACK_BYTES = 1 << 20  # equal tensors smaller than this share one call
 COMPILED_STACK_BYTES = 1 << 16  # likewise if it is compiled: a larger one is faster where it lies, in the cache
 _STACK_LIMIT = 32 << 20  # bytes of one stack
-_JOINT_CALLS = 8
+_JOINT_CALLS = 4  # more save little, and compile for longer
 _JOINT_ELEMENTS = 1 << 22  # beyond, entering compiled code takes a negligible part of a call
 
 
