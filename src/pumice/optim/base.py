@@ -4,7 +4,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count
+from itertools import count, islice
 from typing import Any, overload
 
 import torch
@@ -185,7 +185,7 @@ class MatrixOptimizer(Optimizer):
         flagged: list[Batch] = []
         for pairs in by_place.values():
             found = iter(any_rank(torch.cat([flags for _, flags in pairs]), pairs[0][0].members[0].parameter).tolist())
-            flagged += [batch for batch, _ in pairs if any([next(found) for _ in batch.members])]
+            flagged += [batch for batch, _ in pairs if sum(islice(found, len(batch.members)))]
         return flagged
 
     def _fit(self, singles: list[Batch]) -> list[Batch]:

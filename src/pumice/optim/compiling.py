@@ -43,8 +43,8 @@ def _cause(error: BaseException) -> str:
 def _kind(argument: Any) -> Any:
     """What torch.compile specialises on even with dynamic shapes, and sizes that call for other loops.
 
-    Those are dtype, device, sizes of 1 and the order of strides. Whether loops are vectorised and run in parallel follows
-    from the sizes of the first call, so that code made for a small tensor would be several times slower on a large one.
+    Those are dtype, device, sizes of 1 and the order of strides. Whether loops are vectorised and run in parallel
+    follows from the sizes of the first call, so code made for a small tensor is several times slower on a large one.
     """
     if not isinstance(argument, Tensor):
         return argument
@@ -77,8 +77,8 @@ def compiled(kernel: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
 def call_compiled(kernel: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
     """Call ``kernel`` :func:`compiled`, once for each tuple of arguments, and return the results.
 
-    All are of the kind of the first. They enter compiled code together: entering it takes longer than the work on a small
-    matrix.
+    All are of the kind of the first. They enter compiled code together: entering it takes longer than the work on a
+    small matrix.
     """
     if len(calls) == 1:
         return [compiled(kernel, *calls[0])(*calls[0])]

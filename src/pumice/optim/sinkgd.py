@@ -200,6 +200,7 @@ class BalancedBatch(Batch):
             stray.append((yield from self.run(random_vectors, *random_key(member))))
         v = self.gather(vectors) + self.gather(stray) * (_STRAY * math.sqrt(12 / max(1, d_in)))
         iterations = _FIRST_POWER_ITERATIONS if first.step <= 2 else 1
+        sigma: Tensor
         if self._whole:
             for _ in range(iterations):
                 sigma, v = yield from self.run(power_step, gradient, self.r, self.c, v, self._blocked)

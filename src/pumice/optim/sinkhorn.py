@@ -71,8 +71,9 @@ def by_blocks(sum_rows: Callable[[Tensor, Tensor], Tensor], matrix: Tensor, vect
     count = matrix.shape[-2] // BLOCK_ROWS
     whole = count * BLOCK_ROWS
     blocks = (count, BLOCK_ROWS)
-    parts = sum_rows(matrix[..., :whole, :].unflatten(-2, blocks), vector[..., :whole].unflatten(-1, blocks))
-    return parts.sum(-2) + sum_rows(matrix[..., whole:, :], vector[..., whole:])
+    matrices = torch.unflatten(matrix[..., :whole, :], -2, blocks)
+    vectors = torch.unflatten(vector[..., :whole], -1, blocks)
+    return sum_rows(matrices, vectors).sum(-2) + sum_rows(matrix[..., whole:, :], vector[..., whole:])
 
 
 def blocked_col_pass(gradient: Tensor, r: Tensor, col_unit: Tensor | None = None) -> Tensor:
@@ -171,9 +172,7 @@ def iterate(
 
     smallest = torch.finfo(c.dtype).tiny * _MARGIN
 
-    def next_scale(
-        target: int | Tensor, sums: Tensor, unit: Tensor | None, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def next_scale(target: int | Tensor, sums: Tensor, unit: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor]:
         new = (target / sums).sqrt()
         if unit is None:
             fit = (sums == 0) | ((sums >= smallest) & (sums <= 1 / smallest))
