@@ -32,12 +32,14 @@ def compiler_works(device: torch.device) -> bool:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the first line of what a compiler said last, and a hint if the environment's path has a space."""
-    while (inner := error.__cause__ or error.__context__) is not None:
+    """Return the first line that a C++ compiler printed, or of the last cause, and a hint if a path has a space."""
+    _, _, printed = str(error).partition("\nOutput:\n")
+    while not printed and (inner := error.__cause__ or error.__context__) is not None:
         error = inner
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    space = " " in torch.__file__
-    return f"{line} (the path of the environment has a space, which torch does not quote everywhere)" if space else line
+    lines = (printed or str(error)).split("\n")
+    line = next((line.strip() for line in lines if line.strip()), type(error).__name__)
+    hint = "; the path of the environment has a space, which torch does not quote everywhere"
+    return line + hint * (" " in torch.__file__)
 
 
 def _kind(argument: Any) -> Any:
