@@ -27,7 +27,7 @@ STACK_BYTES = 1 << 20  # equal tensors smaller than this share one call
 COMPILED_STACK_BYTES = 1 << 16  # likewise if it is compiled: a larger one is faster where it lies, in the cache
 _STACK_LIMIT = 32 << 20  # bytes of one stack
 _JOINT_CALLS = 4  # more save little, and compile for longer
-_JOINT_ELEMENTS = 1 << 22  # beyond, entering compiled code takes a negligible part of a call
+_JOINT_ELEMENTS = 1 << 20  # beyond, entering compiled code is a small part of a call, and scratch of four is not
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Batch(ABC):
     """Parameters of one group and, if several, of one shape, that go through an update together."""
 
     stackable = True  # whether equal small members may share one update
-    joint = True  # whether the compiled calls of equal members may be made together
+    joint: bool = True  # whether the compiled calls of equal members may be made together
 
     def __init__(self, members: list[Member], compile: bool) -> None:
         self.members = members

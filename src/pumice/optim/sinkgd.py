@@ -99,6 +99,11 @@ def random_key(member: Member) -> tuple[Tensor, Tensor, Tensor]:
 class BalancedBatch(Batch):
     """A SinkGD update."""
 
+    @property
+    def joint(self) -> bool:  # type: ignore[override]
+        """Whether there is but one iteration: scratch of several would be held for longer, and save less."""
+        return bool(self.group["sinkhorn_iters"] == 1)
+
     def measure(self) -> Calls[Tensor]:
         """Balance the gradient."""
         return (yield from self._balance(rescale=False))

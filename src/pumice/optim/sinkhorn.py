@@ -61,7 +61,7 @@ def col_pass(gradient: Tensor, r: Tensor, col_unit: Tensor | None = None) -> Ten
 
 
 def by_blocks(sum_rows: Callable[[Tensor, Tensor], Tensor], matrix: Tensor, vector: Tensor) -> Tensor:
-    """Sum over rows, first within blocks of rows; compiled, this takes scratch of 1/16 of a float32 matrix.
+    """Sum over rows, blocks of rows first; a compiled sum then takes scratch of 1/16 of a float32 matrix.
 
     Args:
         sum_rows: takes a matrix (..., m, n) and a vector (..., m) to a sum over rows (..., n).
