@@ -1,4 +1,4 @@
-"""What an update allocates: little more than vectors if compiled, chunks if not, stacks of small equal matrices (torch's profiler)."""
+"""What an update allocates: little if compiled, chunks if not, stacks of small equal matrices (torch's profiler)."""
 
 from typing import Any
 
