@@ -34,6 +34,7 @@ def script(name: str) -> ModuleType:
         ("moment_codes", []),
         ("dst_stability", ["--parts", "late"]),
         ("sparse_memory", []),
+        ("sparse_throughput", []),
     ],
 )
 def test_every_script_runs_saves_and_makes_its_tables(name: str, arguments: list[str], tmp_path: Path) -> None:
