@@ -4,7 +4,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count
+from itertools import count, islice
 from typing import Any, overload
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pumice.optim.batch import Batch, Member, apply_all, batches, measure_all, remeasure_all
+from pumice.optim.batch import DENSITY_EXPONENTS, Batch, Member, apply_all, batches, measure_all, remeasure_all
 from pumice.optim.compiling import compiler_works
 from pumice.optim.sharding import any_rank, to_local
+from pumice.sparse.linear import BlockSparseLinear
 
 COMPILE_FROM = 1 << 23  # parameters: below, compiling takes longer than it saves
 
@@ -64,6 +65,7 @@ class MatrixOptimizer(Optimizer):
         self.compile = compile
         self.skipped: dict[str, int] = {}
         self._elements: int | None = None  # of all parameters that train
+        self._layers: dict[int, BlockSparseLinear] = {}  # by position: parameters are swapped when they are sharded
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -80,6 +82,17 @@ class MatrixOptimizer(Optimizer):
         check_whole("seed", group["seed"], 0)
         for name in ("stochastic_rounding", "maximize"):
             check_flag(name, group[name])
+        check_whole("warmup_steps", group["warmup_steps"], 0)
+        if group["density_scaling"] not in DENSITY_EXPONENTS:
+            raise ValueError(f"density_scaling must be 'sqrt', 'linear' or 'none', got {group['density_scaling']!r}")
+
+    def _check_layers(self, group: dict[str, Any], layers: list[BlockSparseLinear]) -> None:
+        """Raise ValueError if ``layers`` cannot be those of a group."""
+        if layers and len(layers) != len(group["params"]):
+            raise ValueError(f"a group of {len(group['params'])} parameters needs as many layers, got {len(layers)}")
+
+    def _forget(self, state: dict[str, Any], slots: Tensor) -> None:
+        """Set the state of slots that have got another block to what it is at the start."""
 
     def _check_parameter(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Raise ValueError or TypeError if ``parameter`` of ``group`` cannot be trained."""
@@ -91,16 +104,26 @@ class MatrixOptimizer(Optimizer):
         """Create the state that ``member`` lacks and return the kind of its update."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, its options and parameters checked."""
+        """Add a group as torch does, its options and parameters checked.
+
+        Args:
+            param_group: Parameters and their options; for packed values also ``layers``, the
+                :class:`pumice.sparse.BlockSparseLinear` of each, in the same order.
+        """
+        param_group = dict(param_group)
+        layers = list(param_group.pop("layers", []))
+        first = sum(len(group["params"]) for group in self.param_groups)
         self._check_group({**self.defaults, **param_group})
         self._elements = None
         super().add_param_group(param_group)
         try:
+            self._check_layers(self.param_groups[-1], layers)
             for parameter in self.param_groups[-1]["params"]:
                 self._check_parameter(parameter, self.param_groups[-1])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        self._layers.update(enumerate(layers, first))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -109,7 +132,12 @@ class MatrixOptimizer(Optimizer):
                 group.setdefault(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"nonfinite": self.nonfinite, "compile": self.compile, "skipped": dict(self.skipped)}
+        own = {
+            "nonfinite": self.nonfinite,
+            "compile": self.compile,
+            "skipped": dict(self.skipped),
+            "_layers": self._layers,
+        }
         return {**super().__getstate__(), **own}
 
     @overload
@@ -167,19 +195,22 @@ class MatrixOptimizer(Optimizer):
         """Tell whether the update of ``parameter`` of ``group`` stays the same if its gradient is multiplied."""
         return False
 
+    def make_state(self) -> None:
+        """Create the state that parameters lack, without an update; also on the meta device, to know its size."""
+        for member in self._members():
+            self._prepare(member)
+
     def _members(self) -> Iterator[Member]:
         """Yield every parameter that can train, with or without a gradient: each gets state, as checkpoints expect."""
         numbers = count()
         for position, group in enumerate(self.param_groups):
             for index, parameter in enumerate(group["params"]):
                 number = next(numbers)
-                if parameter.requires_grad or parameter.grad is not None:
-                    member = self._member(group, position, index, number)
-                    if parameter.requires_grad:
-                        yield member
+                if parameter.requires_grad:
+                    yield self._member(group, position, index, number)
 
     def _member(self, group: dict[str, Any], position: int, index: int, number: int) -> Member:
-        parameter = group["params"][index]
+        parameter, layer = group["params"][index], self._layers.get(number)
         names = group.get("param_names")
         name = names[index] if names else f"parameter {index} of group {position}"
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -187,7 +218,11 @@ class MatrixOptimizer(Optimizer):
                 f"{type(self).__name__} needs dense gradients, got a sparse one for {name}; "
                 "set sparse=False where the module is made"
             )
-        return Member(parameter, group, self.state[parameter], name, number, group.get("transposed", False))
+        state = self.state[parameter]
+        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        if layer is not None:
+            state.setdefault("lag", torch.zeros((), dtype=torch.float32))
+        return Member(parameter, group, state, name, number, group.get("transposed", False), layer)
 
     def _only_makes_state(self, members: list[Member]) -> bool:
         """Recognise the step with zero gradients and lr 0 by which torch.distributed.checkpoint creates state."""
@@ -216,11 +251,11 @@ class MatrixOptimizer(Optimizer):
         for batch, flags in zip(work, measured, strict=True):
             parameter = batch.members[0].parameter
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            by_place.setdefault((mesh, flags.device), []).append((batch, flags.any()))
+            by_place.setdefault((mesh, flags.device), []).append((batch, flags))
         flagged: list[Batch] = []
         for pairs in by_place.values():
-            flags = any_rank(torch.stack([flag for _, flag in pairs]), pairs[0][0].members[0].parameter)
-            flagged += [batch for (batch, _), flag in zip(pairs, flags.tolist(), strict=True) if flag]
+            found = iter(any_rank(torch.cat([flags for _, flags in pairs]), pairs[0][0].members[0].parameter).tolist())
+            flagged += [batch for batch, _ in pairs if sum(islice(found, len(batch.members)))]
         return flagged
 
     def _fit(self, singles: list[Batch], changed: str) -> list[Batch]:
@@ -237,6 +272,29 @@ class MatrixOptimizer(Optimizer):
             self.skipped[member.name] = self.skipped.get(member.name, 0) + 1
             warnings.warn(f"{message}: its update is skipped", stacklevel=5)
         return [batch for batch in singles if batch not in unfit]
+
+    @torch.no_grad()
+    def reset_slots(self, parameter: Tensor, slots: Tensor) -> None:
+        """Forget the state of slots that have got another block; a topology calls it when it changes.
+
+        Args:
+            parameter: ``values`` of a layer, as it stands in a parameter group.
+            slots: int64: numbers of slots of the whole parameter, whose births in the layer are set already.
+
+        Raises:
+            ValueError: the optimizer does not know the layer of ``parameter``.
+        """
+        every = (one for group in self.param_groups for one in group["params"])
+        layer = next((self._layers.get(i) for i, one in enumerate(every) if one is parameter), None)
+        if layer is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} does not know the layer of these values; make it with {name}.from_model(model, lr)"
+            )
+        state = self.state.get(parameter, {})
+        if state and slots.numel():
+            self._forget(state, slots)
+            state["lag"].fill_(int(layer.birth[slots[0]]) - int(state["step"]))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned; unlike torch's, state keeps the dtype that it was saved in."""

@@ -73,12 +73,14 @@ def test_in_a_model(tied: bool) -> None:
     labels = ids.masked_fill(ids % 4 == 0, -100)
     for extra in ({}, {"num_items_in_batch": torch.tensor(11)}):
         losses = [m.train()(input_ids=ids, labels=labels, **extra).loss for m in (model, chunked)]
-        torch.testing.assert_close(losses[1].float(), losses[0].float(), rtol=1e-6, atol=0)  # the model's own is in float32
+        torch.testing.assert_close(
+            losses[1].float(), losses[0].float(), rtol=1e-6, atol=0
+        )  # the model's own is in float32
         for m, loss in zip((model, chunked), losses, strict=True):
             m.zero_grad()
             loss.backward()
         for left, right in zip(model.parameters(), chunked.parameters(), strict=True):
-            torch.testing.assert_close(right.grad, left.grad, rtol=1e-5, atol=1e-9)
+            torch.testing.assert_close(right.grad, left.grad, rtol=1e-4, atol=1e-7)
     chunked.eval()
     torch.testing.assert_close(chunked(input_ids=ids, labels=labels).logits, model.eval()(input_ids=ids).logits)
 

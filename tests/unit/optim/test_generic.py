@@ -2,6 +2,7 @@
 
 import itertools
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,10 +16,17 @@ from torch.testing._internal.common_optimizers import (
     get_error_inputs_for_all_optims,
 )
 
-from pumice.optim import SinkGD
+from pumice.optim import SMET, SinkGD
+from pumice.optim.base import MatrixOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:SinkGD balances all", "ignore:.*step.. before `lr_scheduler.step")
 BASE = {"lr": 0.01, "compile": False}
+SMET_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"lr": torch.tensor(0.01)},
+    {"weight_decay": 0.1, "maximize": True},
+    {"warmup_steps": 0, "density_scaling": "none", "state_bits": 8, "betas": (0.0, 0.9)},
+]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"lr": torch.tensor(0.01)},
@@ -44,13 +52,23 @@ INFO = OptimizerInfo(
     supports_sparse=False,
     optim_error_inputs_func=get_error_inputs_for_all_optims,
 )
-INPUTS = INFO.optim_inputs_func("cpu")
-ids = pytest.mark.parametrize("config", INPUTS, ids=[one.desc for one in INPUTS])
 
 
-def make(params: Any, config: OptimizerInput) -> SinkGD:
-    optimizer: SinkGD = INFO.optim_cls(params, **deepcopy(config.kwargs))  # schedulers change a tensor lr in place
-    return optimizer
+@dataclass
+class Config:
+    """A class and its options."""
+
+    kind: type[MatrixOptimizer]
+    kwargs: dict[str, Any]
+
+
+CONFIGS = [Config(SinkGD, one.kwargs) for one in INFO.optim_inputs_func("cpu")]
+CONFIGS += [Config(SMET, {**BASE, **options}) for options in SMET_OPTIONS]
+ids = pytest.mark.parametrize("config", CONFIGS, ids=[f"{one.kind.__name__} {one.kwargs}" for one in CONFIGS])
+
+
+def make(params: Any, config: Config) -> MatrixOptimizer:
+    return config.kind(params, **deepcopy(config.kwargs))  # schedulers change a tensor lr in place
 
 
 def problem(dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], Any]:
@@ -59,7 +77,7 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], Any
     weight, bias, x = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((10, 5), (10,), (5,)))
     params = [nn.Parameter(weight), nn.Parameter(bias)]
 
-    def closure(optimizer: SinkGD) -> Tensor:
+    def closure(optimizer: MatrixOptimizer) -> Tensor:
         optimizer.zero_grad()
         loss = (params[0].mv(x) + params[1]).pow(2).sum()
         loss.backward()
@@ -71,7 +89,7 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], Any
 @ids
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheduler", range(-1, len(INFO.scheduler_inputs[0])))
-def test_goes_in_the_right_direction(config: OptimizerInput, dtype: torch.dtype, scheduler: int) -> None:
+def test_goes_in_the_right_direction(config: Config, dtype: torch.dtype, scheduler: int) -> None:
     params, closure = problem(dtype)
     optimizer = make(params, config)
     schedulers = [INFO.scheduler_inputs[0][scheduler](optimizer)] if scheduler >= 0 else []
@@ -84,7 +102,7 @@ def test_goes_in_the_right_direction(config: OptimizerInput, dtype: torch.dtype,
 
 
 @ids
-def test_groups_with_their_own_learning_rate(config: OptimizerInput) -> None:
+def test_groups_with_their_own_learning_rate(config: Config) -> None:
     params, closure = problem()
     later, _ = problem()
     optimizer = make([{"params": params[:1]}, {"params": params[1:], "lr": 0.02}], config)
@@ -100,7 +118,7 @@ def test_groups_with_their_own_learning_rate(config: OptimizerInput) -> None:
 
 
 @ids
-def test_does_not_change_its_gradients_or_graph(config: OptimizerInput) -> None:
+def test_does_not_change_its_gradients_or_graph(config: Config) -> None:
     params, closure = problem()
     optimizer = make(params, config)
     closure(optimizer)
@@ -115,7 +133,7 @@ def test_does_not_change_its_gradients_or_graph(config: OptimizerInput) -> None:
 
 @ids
 @pytest.mark.parametrize("named", [False, True])
-def test_state_dict_gives_the_same_path(config: OptimizerInput, named: bool) -> None:
+def test_state_dict_gives_the_same_path(config: Config, named: bool) -> None:
     params, closure = problem()
     names = [f"p{i}" for i in range(2)]
     own = list(zip(names, params, strict=True)) if named else params
@@ -137,7 +155,7 @@ def test_state_dict_gives_the_same_path(config: OptimizerInput, named: bool) -> 
 
 
 @ids
-def test_default_dtype_does_not_matter(config: OptimizerInput) -> None:
+def test_default_dtype_does_not_matter(config: Config) -> None:
     results = []
     for default in (torch.float32, torch.float64):
         params, closure = problem(torch.float32)

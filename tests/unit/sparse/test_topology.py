@@ -457,7 +457,7 @@ def test_state_of_the_clock_fits_into_json():
         ({"grace": -1}, "grace must be a whole number of updates, at least 0, got -1"),
         ({"interval": 0}, "interval must be a whole number"),
         ({"stop": 0.0}, "stop must come after start"),
-        ({"interval": 2, "stop": 1}, "interval=2 has no multiple from step 0 to 1; lower it, or use grow='static'"),
+        ({"interval": 3, "stop": 2}, "interval=3 has no multiple from step 0 to 2; lower it, or use grow='static'"),
     ],
 )
 def test_wrong_settings(options, message):
