@@ -13,6 +13,7 @@ from pumice.errors import UserError, nearest
 _USAGE = """\
 usage: pumice VERB ...
 
+  plan     tell whether a training fits into memory, and what else would
   train    train a language model as a recipe says
 
 options:
@@ -70,7 +71,7 @@ def _say(error: Exception, code: int) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    verbs = {"train": _train}
+    verbs = {"plan": _plan, "train": _train}
     if not words or words[0] in ("--help", "-h"):
         print(_USAGE, end="", file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
@@ -80,6 +81,16 @@ def _dispatch(words: list[str]) -> int:
     if words[0] not in verbs:
         raise UserError(f"unknown verb '{words[0]}': {nearest(words[0], verbs)}")
     return verbs[words[0]](words[1:])
+
+
+def _plan(words: list[str]) -> int:
+    _listen()
+    from pumice.plan import parser, run
+
+    if "--help" in words or "-h" in words:
+        print(parser().format_help(), end="")
+        return 0
+    return run(words)
 
 
 def _train(words: list[str]) -> int:

@@ -91,6 +91,24 @@ class AdamWOptions:
     eps: float | None = None
 
 
+@dataclass(frozen=True)
+class DenseAdamWOptions(AdamWOptions):
+    """Options of AdamW on a dense model.
+
+    Args:
+        state_bits: Bits of the moments: 32 (torch.optim.AdamW), or 8.
+    """
+
+    state_bits: int = 32
+
+
+def _dense_adamw(model: nn.Module, lr: float, weight_decay: float, options: DenseAdamWOptions) -> Optimizer:
+    if options.state_bits == 32:
+        return _adamw(model, lr, weight_decay, options)
+    given = _given(options, AdamWOptions)  # without sparse layers, SMET is AdamW
+    return SMET.from_model(model, lr, weight_decay=weight_decay, state_bits=options.state_bits, **given)
+
+
 def _adamw(model: nn.Module, lr: float, weight_decay: float, options: AdamWOptions) -> Optimizer:
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [entry for entry in trained if entry[1].ndim >= 2]
@@ -289,7 +307,7 @@ def _given(options: Any, of: type, without: type | None = None) -> dict[str, Any
     return {name: value for name, value in asdict(options).items() if name in names and value is not None}
 
 
-register(Method("adamw", "AdamW of torch.optim, 32-bit state; vectors are not decayed", AdamWOptions, _adamw))
+register(Method("adamw", "AdamW, by default of torch.optim; vectors are not decayed", DenseAdamWOptions, _dense_adamw))
 register(
     Method(
         "sinkgd", "SinkGD: balanced gradients, no state of weight matrices; AdamW for the rest", SinkGDOptions, _sinkgd

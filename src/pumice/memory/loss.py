@@ -99,7 +99,7 @@ def _targets(labels: Tensor) -> tuple[Tensor, Tensor]:
     return counted, torch.where(counted, labels, 0)
 
 
-def use_chunked_loss(model: nn.Module, chunk: int = 1024) -> None:
+def use_chunked_loss(model: nn.Module, chunk: int = 1024, *, check: bool = True) -> None:
     """Make a causal language model of transformers compute its training loss in chunks.
 
     In training mode, with ``labels``, the model returns ``loss`` and no logits; otherwise it is as before. The loss of
@@ -107,8 +107,10 @@ def use_chunked_loss(model: nn.Module, chunk: int = 1024) -> None:
     (scaled or capped logits, a loss of its routers) is refused.
 
     Args:
-        model: Has a base model and ``get_output_embeddings``; changed in place. On the meta device nothing is compared.
+        model: Has a base model and ``get_output_embeddings``; changed in place. On the meta device nothing is
+            compared.
         chunk: Tokens whose logits exist at a time, at least 1.
+        check: Whether to compare losses.
 
     Raises:
         UserError: The model has no such parts, or another loss.
@@ -128,7 +130,7 @@ def use_chunked_loss(model: nn.Module, chunk: int = 1024) -> None:
         count = kwargs.pop("num_items_in_batch", None)
         return LossOutput(loss=_loss(base(*args, **kwargs)[0], head, labels, count, chunk))
 
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    if check and not any(parameter.is_meta for parameter in model.parameters()):
         _compare(model, base, head, chunk)
     model.forward = forward
 
