@@ -11,8 +11,9 @@ warm-up: with AdamW's global count of updates the first one would be (1−β1)/�
 betas. The ramp is an explicit warm-up; it multiplies the learning rate and is not folded into m. x is −1/2, −1 or 0.
 
 The age is read from the ``birth`` of the layer's slots, in which the topology notes its clock. A parameter's own count
-of updates may differ from that clock (a layer without gradient does not count, and a topology may be newer than the
-optimizer), so the difference is part of the parameter's state as ``lag``.
+of updates may differ from that clock (a layer without gradient does not count, and a topology may be newer or older
+than the optimizer), so the difference, as it was when blocks last grew, is part of the parameter's state as ``lag``. No
+block is older than the parameter's moments.
 """
 
 import math
@@ -52,8 +53,8 @@ class PackedBatch(AdamWBatch):
     def _ages(self) -> Tensor:
         (member,) = self.members
         birth = self._layer.birth[local_slots(member.parameter)]
-        lag = int(member.state["lag"])
-        return torch.where(birth > 0, member.step + lag - birth, member.step).clamp(min=1).float()
+        ages = member.step + int(member.state["lag"]) - birth
+        return torch.where(birth > 0, ages, member.step).clamp(1, member.step).float()
 
 
 class Packed8bitBatch(PackedBatch, AdamW8bitBatch):
@@ -186,8 +187,8 @@ class SMET(MatrixOptimizer):
         member.layer = self._layers.get(member.number)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-        if member.packed and "lag" not in state:
-            state["lag"] = torch.zeros((), dtype=torch.float32)
+        if member.layer is not None and "lag" not in state:  # to new moments, all blocks are of one age
+            state["lag"] = torch.tensor(float(member.layer.birth.max()))
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             if key not in state:
                 state.update(moment(parameter, key, member.group["state_bits"], signed, member.packed))
