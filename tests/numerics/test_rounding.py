@@ -65,7 +65,7 @@ def test_rounding_is_unbiased() -> None:
     assert 0.8 < float(z.square().mean()) < 1.2
 
 
-@pytest.mark.parametrize("exponents", [(-120, -100), (-1, 1), (90, 105)])
+@pytest.mark.parametrize("exponents", [(-120, -100), (-1, 1), (80, 97)])
 def test_rounding_goes_to_neighbours_only(exponents: tuple[int, int]) -> None:
     x = values(exponents)
     x[0] = torch.tensor([2.0 ** exponents[0]]).nextafter(torch.tensor(0.0))  # between two binades

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pumice.optim import sinkhorn
-from pumice.optim.sinkhorn import balance, power_iteration, scale_vectors
+from pumice.optim.sinkhorn import (
+    balance,
+    blocked_col_pass,
+    blocked_col_product,
+    col_pass,
+    power_iteration,
+    scale_vectors,
+)
 from tests.numerics.oracle import balanced, normal, relative_error
 
 SHAPES = [(1, 7), (7, 1), (1, 1), (16, 16), (5, 40), (40, 5), (3, 6, 9), (2, 2, 8, 4)]
@@ -83,6 +90,19 @@ def test_many_chunks(transpose: bool, dtype: torch.dtype, scale: float, monkeypa
     monkeypatch.setattr(sinkhorn, "CHUNK_BYTES", 200)
     exact, _ = balanced(gradient, 2)
     assert relative_error(balance(gradient, 2), exact) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("unit", [None, torch.tensor([1.0, 4, 0.5, 2, 1, 8])])
+@pytest.mark.parametrize("rows", [3, 16, 40])
+def test_blocks_of_rows(rows: int, unit: Tensor | None) -> None:
+    gradient, r = normal(2, rows, 6).bfloat16(), normal(2, rows, seed=1).exp()
+    gradient[1, :, 4] = 0
+    gradient[0, 1:, 2], gradient[0, 0, 2] = 0, 1e-38  # its square underflows, but the column is not one of zeros
+    expected = (gradient.double() * r.double().unsqueeze(-1) * (1 if unit is None else unit)).square().sum(-2)
+    for sums in (blocked_col_pass(gradient, r, unit), col_pass(gradient, r, unit)):
+        torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-37)
+        assert torch.equal(sums > 0, gradient.any(-2))
+    torch.testing.assert_close(blocked_col_product(gradient, r), (gradient.float().mT @ r.unsqueeze(-1)).squeeze(-1))
 
 
 @settings(max_examples=60, deadline=None)

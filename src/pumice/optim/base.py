@@ -4,7 +4,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count
+from itertools import count, islice
 from typing import Any, overload
 
 import torch
@@ -181,11 +181,11 @@ class MatrixOptimizer(Optimizer):
         for batch, flags in zip(work, measured, strict=True):
             parameter = batch.members[0].parameter
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            by_place.setdefault((mesh, flags.device), []).append((batch, flags.any()))
+            by_place.setdefault((mesh, flags.device), []).append((batch, flags))
         flagged: list[Batch] = []
         for pairs in by_place.values():
-            flags = any_rank(torch.stack([flag for _, flag in pairs]), pairs[0][0].members[0].parameter)
-            flagged += [batch for (batch, _), flag in zip(pairs, flags.tolist(), strict=True) if flag]
+            found = iter(any_rank(torch.cat([flags for _, flags in pairs]), pairs[0][0].members[0].parameter).tolist())
+            flagged += [batch for batch, _ in pairs if sum(islice(found, len(batch.members)))]
         return flagged
 
     def _fit(self, singles: list[Batch]) -> list[Batch]:

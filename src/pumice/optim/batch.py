@@ -26,8 +26,8 @@ from pumice.sparse.linear import BlockSparseLinear
 STACK_BYTES = 1 << 20  # equal tensors smaller than this share one call
 COMPILED_STACK_BYTES = 1 << 16  # likewise if it is compiled: a larger one is faster where it lies, in the cache
 _STACK_LIMIT = 32 << 20  # bytes of one stack
-_JOINT_CALLS = 8
-_JOINT_ELEMENTS = 1 << 22  # beyond, entering compiled code takes a negligible part of a call
+_JOINT_CALLS = 4  # more save little, and compile for longer
+_JOINT_ELEMENTS = 1 << 20  # beyond, entering compiled code is a small part of a call, and scratch of four is not
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Batch(ABC):
     """Parameters of one group and, if several, of one shape, that go through an update together."""
 
     stackable = True  # whether equal small members may share one update
-    joint = True  # whether the compiled calls of equal members may be made together
+    joint: bool = True  # whether the compiled calls of equal members may be made together
 
     def __init__(self, members: list[Member], compile: bool) -> None:
         self.members = members
@@ -146,7 +146,10 @@ class Batch(ABC):
         """What batches have in common whose calls may be made together; a stack or a large matrix has no company."""
         (first, *others) = self.members
         alone = not self.joint or others or first.weight.numel() > _JOINT_ELEMENTS
-        return id(self) if alone else (type(self), id(self.group), first.parameter.shape, first.weight.dtype)
+        if alone:
+            return id(self)
+        tensors = [(t.shape, t.dtype, t.device, t.stride()) for t in (first.weight, first.gradient)]
+        return type(self), id(self.group), first.step <= 2, *tensors
 
     def run(self, kernel: Callable[..., Any], *arguments: Any) -> Calls[Any]:
         """Call a kernel, compiled if this batch compiles."""
@@ -216,26 +219,32 @@ def batches(members: Iterable[tuple[type[Batch], Member]], compile: bool) -> Ite
 
 
 def measure_all(work: Sequence[Batch]) -> list[Tensor]:
-    """Measure one batch after the other: a gradient is read several times while it is in the cache."""
-    return [flags for batch in work for flags in _in_step([batch.measure()])]
+    """Measure all batches; return the flags of each."""
+    return _jointly(work, lambda batch: batch.measure())
 
 
 def remeasure_all(work: Sequence[Batch]) -> list[Tensor]:
-    """Measure flagged batches again."""
+    """Measure flagged batches again, one after the other; return the flags of each."""
     return [flags for batch in work for flags in _in_step([batch.remeasure()])]
 
 
 def apply_all(work: Sequence[Batch]) -> None:
-    """Change weights and state, making the calls of batches of one company together."""
-    companies: dict[Any, list[Batch]] = {}
-    for batch in work:
-        companies.setdefault(batch.company, []).append(batch)
+    """Change weights and state."""
+    _jointly(work, lambda batch: batch.apply())
+
+
+def _jointly(work: Sequence[Batch], half: Callable[[Batch], Calls[Result]]) -> list[Result]:
+    """Do a half of the update of all batches, making the calls of batches of one company together."""
+    companies: dict[Any, list[int]] = {}
+    for number, batch in enumerate(work):
+        companies.setdefault(batch.company, []).append(number)
+    results: dict[int, Result] = {}
     for company in companies.values():
         joint = len(company) - len(company) % _JOINT_CALLS  # every other number of calls would be compiled for itself
-        for start in range(0, joint, _JOINT_CALLS):
-            _in_step([batch.apply() for batch in company[start : start + _JOINT_CALLS]])
-        for batch in company[joint:]:
-            _in_step([batch.apply()])
+        runs = [company[start : start + _JOINT_CALLS] for start in range(0, joint, _JOINT_CALLS)]
+        for run in [*runs, *([number] for number in company[joint:])]:
+            results.update(zip(run, _in_step([half(work[number]) for number in run]), strict=True))
+    return [results[number] for number in range(len(work))]
 
 
 def _in_step(generators: list[Calls[Result]]) -> list[Result]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
-_BITS = 16  # of randomness: as many as float32 has more than bfloat16, so the probabilities are exact
+_BITS = 15  # of randomness; float32 has 16 more than bfloat16, and the last is set so that no sum is ever a tie at 0
+_LARGEST = 2.0**100
 
 
 def _splitmix64(*words: int) -> int:
@@ -46,7 +47,9 @@ def _hash(indices: Tensor, key: Tensor) -> Tensor:
 
 
 def uniforms(rows: Tensor, cols: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Hash global indices to the random numbers of rows and columns, multiples of 2^-16 in [0, 1).
+    """Hash global indices to the random numbers of rows and columns, in [0, 1).
+
+    Those of columns are multiples of 2^-15, those of rows odd multiples of 2^-16, and so is the sum of two.
 
     Args:
         rows: int64, (..., m): global row numbers, leading axes counted in.
@@ -56,7 +59,7 @@ def uniforms(rows: Tensor, cols: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         float32 tensors of shapes (..., m) and (..., n), as :func:`stochastic_round` takes them.
     """
-    return _hash(rows, keys), _hash(cols, ~keys)
+    return _hash(rows, keys) + 2.0 ** -(_BITS + 1), _hash(cols, ~keys)
 
 
 def element_uniforms(row_uniforms: Tensor, col_uniforms: Tensor) -> Tensor:
@@ -65,31 +68,33 @@ def element_uniforms(row_uniforms: Tensor, col_uniforms: Tensor) -> Tensor:
     return uniform - uniform.floor()
 
 
-def _to_8_bits(x: Tensor) -> Tensor:
-    """Round float32 values below 2^110 to the nearest that has 8 significant bits, in float arithmetic.
+def _leading_power(x: Tensor) -> Tensor:
+    """Return the largest power of two in float32 values below 2^104, with their sign; 0 for 0.
 
-    x + 2^16·x has its last bit where a bfloat16 of x's size has it, and 2^16·x is exact, so that neither a fused
-    multiply-add nor a compiler that drops casts to bfloat16 and back changes the result.
+    After S. M. Rump, "Error estimation of floating-point summation and dot product" (2012), algorithm 3.5: rounding
+    errors do what would else take integer arithmetic or comparisons, which compilers vectorise badly.
     """
-    shifted = x * 65536.0
-    return (x + shifted) - shifted
+    q = x * (2.0**23 + 1)
+    return q - q * (1 - 2.0**-24)
 
 
 def stochastic_round(values: Tensor, row_uniforms: Tensor, col_uniforms: Tensor) -> Tensor:
     """Round float32 values to one of their two bfloat16 neighbours, with the given randomness.
 
+    The probability of either is right to 2^-16, and without a bias that would be common to all values.
+
     Args:
-        values: float32, shape (..., m, n). Above 2^110, not finite or subnormal, they are not rounded stochastically.
+        values: float32, shape (..., m, n). From 2^100 on, not finite or subnormal, they are not rounded stochastically.
         row_uniforms: float32, shape (..., m): see :func:`uniforms`.
         col_uniforms: float32, shape (..., n).
 
     Returns:
         float32 tensor whose values are exact in bfloat16, but for the exceptions above.
     """
-    uniform = element_uniforms(row_uniforms, col_uniforms)
-    near = _to_8_bits(values)
-    error = values - near
-    # A bfloat16 is M·2^k with 128 ≤ M < 256. Moving it by 1/200 moves M by 0.64 to 1.28, which rounds to the neighbour.
-    far = _to_8_bits(near + torch.where(error > 0, 0.005, -0.005) * near.abs())
-    rounded = torch.where(uniform * (far - near).abs() < error.abs(), far, near)
-    return torch.where(values.abs() < 2.0**110, rounded, values)
+    uniform = row_uniforms.unsqueeze(-1) + col_uniforms.unsqueeze(-2)
+    uniform = uniform - uniform.floor()
+    power = _leading_power(values)
+    # The distance of two bfloat16 values here is 2^-7 of that power; up to half of it, either way, is added.
+    moved = values + power * (uniform * 2.0**-7 - 2.0**-8)
+    shift = power * (1.5 * 2.0**16)  # of this size, a float32 has its last bit where a bfloat16 of values' size has it
+    return torch.where(values.abs() < _LARGEST, (moved + shift) - shift, values)

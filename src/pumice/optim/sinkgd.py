@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -17,17 +17,26 @@ from pumice.optim.rounding import stochastic_round, stream_key, uniforms
 from pumice.optim.sharding import axis_sum, global_indices, to_local, vector_like
 from pumice.optim.sinkhorn import (
     accumulation_dtype,
+    blocked_col_pass,
+    blocked_col_product,
     bounded,
     chunked_col_pass,
+    chunked_col_product,
     chunked_row_pass,
+    chunked_row_product,
+    col_pass,
+    col_product,
     cols_of,
     iterate,
     power_iteration,
+    row_pass,
+    row_product,
     row_slices,
     rows_of,
     units,
 )
 
+_BLOCKED_FROM = 256  # rows
 _FIRST_POWER_ITERATIONS = 10  # in the first two updates, as LoRA's A has no gradient in the first; then one from there
 _STRAY = 0.01  # share of a random vector in that start: it may be orthogonal to all rows of another gradient
 MATCH_RMS_ADAMW = 0.2  # RMS of an AdamW update in steady state (arXiv 2502.16982, section 2.2)
@@ -41,10 +50,17 @@ def balance_whole(
     col_unit: Tensor | None,
     keep: Tensor | None,
     kept: Tensor | None,
+    blocked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do :func:`pumice.optim.sinkhorn.iterate` on matrices that are not sharded."""
+    """Do :func:`pumice.optim.sinkhorn.iterate` on matrices that are not sharded, to be compiled."""
     rows, cols = gradient.shape[-2:]
-    return iterate(gradient, c, rows if kept is None else kept, cols, iterations, row_unit, col_unit, keep)
+    passes = row_pass, blocked_col_pass if blocked else col_pass
+    return iterate(gradient, c, rows if kept is None else kept, cols, iterations, row_unit, col_unit, keep, *passes)
+
+
+def power_step(gradient: Tensor, r: Tensor, c: Tensor, v: Tensor, blocked: bool) -> tuple[Tensor, Tensor]:
+    """Do one :func:`pumice.optim.sinkhorn.power_iteration` on matrices that are not sharded, to be compiled."""
+    return power_iteration(gradient, r, c, v, 1, row_product, blocked_col_product if blocked else col_product)
 
 
 def descend(
@@ -83,6 +99,11 @@ def random_key(member: Member) -> tuple[Tensor, Tensor, Tensor]:
 class BalancedBatch(Batch):
     """A SinkGD update."""
 
+    @property
+    def joint(self) -> bool:  # type: ignore[override]
+        """Whether there is but one iteration: scratch of several would be held for longer, and save less."""
+        return bool(self.group["sinkhorn_iters"] == 1)
+
     def measure(self) -> Calls[Tensor]:
         """Balance the gradient."""
         return (yield from self._balance(rescale=False))
@@ -91,9 +112,25 @@ class BalancedBatch(Batch):
         """Balance the gradient with rows and columns first brought near 1, so that no square under- or overflows."""
         return (yield from self._balance(rescale=True))
 
+    @property
+    def _whole(self) -> bool:
+        """Whether kernels that know nothing of shards do the passes."""
+        return self.compile and not isinstance(self.members[0].parameter, DTensor)
+
+    @property
+    def _blocked(self) -> bool:
+        """Whether a compiled pass over columns goes by blocks of rows."""
+        return self.members[0].weight.shape[-2] >= _BLOCKED_FROM
+
+    def _sums(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """Return what completes sums over columns and sums over rows."""
+        first = self.members[0]
+        out_axis, in_axis = first.axes
+        return axis_sum(first.parameter, in_axis), axis_sum(first.parameter, out_axis)
+
     def _balance(self, rescale: bool) -> Calls[Tensor]:
         first, iterations = self.members[0], self.group["sinkhorn_iters"]
-        sum_over_cols, sum_over_rows = (axis_sum(first.parameter, axis) for axis in reversed(first.axes))
+        sum_over_cols, sum_over_rows = self._sums()
         gradient = self.gather(member.gradient for member in self.members)
         if self.group["warm_start"]:
             c = self.gather(to_local(member.state["col_scale"]) for member in self.members)
@@ -108,10 +145,10 @@ class BalancedBatch(Batch):
             keep, kept = self._rows_to_keep(gradient)
         rows, cols = (first.parameter.shape[axis] for axis in first.axes)
         self.column_norm = math.sqrt(rows) if kept is None else kept.sqrt()
-        if self.compile and not isinstance(first.parameter, DTensor):
-            flags: Tensor
+        flags: Tensor
+        if self._whole:
             self.r, self.c, flags = yield from self.run(
-                balance_whole, gradient, c, iterations, row_unit, col_unit, keep, kept
+                balance_whole, gradient, c, iterations, row_unit, col_unit, keep, kept, self._blocked
             )
         else:
             self.r, self.c, flags = iterate(
@@ -128,12 +165,11 @@ class BalancedBatch(Batch):
                 sum_over_cols,
                 sum_over_rows,
             )
-        return flags.reshape(len(self.members), -1).any(-1)
+        return flags.view(1) if flags.ndim == 0 else flags.reshape(len(self.members), -1).any(-1)
 
     def _rows_to_keep(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Return which rows are not negligible (..., m), and how many of them are not zero either (..., 1)."""
-        parameter = self.members[0].parameter
-        sum_over_cols, sum_over_rows = (axis_sum(parameter, axis) for axis in reversed(self.members[0].axes))
+        sum_over_cols, sum_over_rows = self._sums()
         squares = torch.empty(gradient.shape[:-1], dtype=torch.float64, device=gradient.device)
         for index in row_slices(gradient):
             squares[index] = rows_of(gradient, index).to(torch.float64).square().sum(-1)
@@ -162,21 +198,22 @@ class BalancedBatch(Batch):
         if self.group["spectral_target"] is None:
             return None
         first = self.members[0]
-        out_axis, in_axis = first.axes
-        d_in = first.parameter.shape[in_axis]
+        d_in = first.parameter.shape[first.axes[1]]
         vectors = [to_local(member.state["right_vector"]) for member in self.members]
         stray = []
         for member in self.members:
             stray.append((yield from self.run(random_vectors, *random_key(member))))
-        sigma, v = power_iteration(
-            gradient,
-            self.r,
-            self.c,
-            self.gather(vectors) + self.gather(stray) * (_STRAY * math.sqrt(12 / max(1, d_in))),
-            _FIRST_POWER_ITERATIONS if first.step <= 2 else 1,
-            axis_sum(first.parameter, in_axis),
-            axis_sum(first.parameter, out_axis),
-        )
+        v = self.gather(vectors) + self.gather(stray) * (_STRAY * math.sqrt(12 / max(1, d_in)))
+        iterations = _FIRST_POWER_ITERATIONS if first.step <= 2 else 1
+        sigma: Tensor
+        if self._whole:
+            for _ in range(iterations):
+                sigma, v = yield from self.run(power_step, gradient, self.r, self.c, v, self._blocked)
+        else:
+            sums = self._sums()
+            sigma, v = power_iteration(
+                gradient, self.r, self.c, v, iterations, chunked_row_product, chunked_col_product, *sums
+            )
         self.scatter(v, vectors)
         # Balanced columns have norm √m, so σ is at least that, however far the power iteration is from its limit.
         return sigma.unsqueeze(-1).clamp(min=self.column_norm)

@@ -21,10 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Pass = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+Pass = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]
 
 CHUNK_BYTES = 1 << 20  # of a float32 temporary in the uncompiled passes: stays in a CPU's cache
-_TINY = 2.0**-100  # a smaller sum of squares may have lost summands, and the inverse of one above 1/_TINY digits
+BLOCK_ROWS = 16  # summed first in a pass over columns, which by itself would walk down each column for its own sake
+_MARGIN = 2.0**56  # a sum of squares this near to the smallest or largest number may have lost digits
 _BOUND = 2.0**40  # for the c of one update as the start of the next: without total support r and c drift apart for ever
 _MAX_DRIFT = 8  # binary orders of c's geometric mean, which grows a little with every warm-started step
 
@@ -34,20 +36,52 @@ def accumulation_dtype(gradient: Tensor) -> torch.dtype:
     return torch.promote_types(gradient.dtype, torch.float32)
 
 
-def row_pass(gradient: Tensor, c: Tensor, row_unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return Σ_j (u_i G_ij c_j)² and Σ_j |u_i G_ij|, both of shape (..., m); only the former can underflow to zero."""
+def _sum_of_squares(x: Tensor, unscaled: Tensor, axis: int) -> Tensor:
+    """Return Σ x², which is positive where an entry of ``unscaled`` is not zero, however small.
+
+    What is added for that is at most the smallest normal number, far below the last digit of a sum that can be used.
+    """
+    return x.square().sum(axis) + unscaled.abs().sum(axis).clamp(max=torch.finfo(x.dtype).tiny)
+
+
+def row_pass(gradient: Tensor, c: Tensor, row_unit: Tensor | None = None) -> Tensor:
+    """Return Σ_j (u_i G_ij c_j)² (..., m), zero only for rows of zeros."""
     x = gradient.to(c.dtype)
     if row_unit is not None:
         x = x * row_unit.unsqueeze(-1)
-    return (x * c.unsqueeze(-2)).square().sum(-1), x.abs().sum(-1)
+    return _sum_of_squares(x * c.unsqueeze(-2), x, -1)
 
 
-def col_pass(gradient: Tensor, r: Tensor, col_unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return Σ_i (r_i G_ij u_j)² and Σ_i |r_i G_ij u_j|, both of shape (..., n); as :func:`row_pass` for columns."""
+def col_pass(gradient: Tensor, r: Tensor, col_unit: Tensor | None = None) -> Tensor:
+    """Return Σ_i (r_i G_ij u_j)² (..., n), zero only for columns of zeros."""
     x = gradient.to(r.dtype) * r.unsqueeze(-1)
     if col_unit is not None:
         x = x * col_unit.unsqueeze(-2)
-    return x.square().sum(-2), x.abs().sum(-2)
+    return _sum_of_squares(x, x, -2)
+
+
+def by_blocks(sum_rows: Callable[[Tensor, Tensor], Tensor], matrix: Tensor, vector: Tensor) -> Tensor:
+    """Sum over rows, blocks of rows first; a compiled sum then takes scratch of 1/16 of a float32 matrix.
+
+    Args:
+        sum_rows: takes a matrix (..., m, n) and a vector (..., m) to a sum over rows (..., n).
+        matrix: (..., m, n).
+        vector: (..., m).
+    """
+    count = matrix.shape[-2] // BLOCK_ROWS
+    whole = count * BLOCK_ROWS
+    blocks = (count, BLOCK_ROWS)
+    matrices = torch.unflatten(matrix[..., :whole, :], -2, blocks)
+    vectors = torch.unflatten(vector[..., :whole], -1, blocks)
+    return sum_rows(matrices, vectors).sum(-2) + sum_rows(matrix[..., whole:, :], vector[..., whole:])
+
+
+def blocked_col_pass(gradient: Tensor, r: Tensor, col_unit: Tensor | None = None) -> Tensor:
+    """Do :func:`col_pass` :func:`by_blocks`."""
+    if col_unit is None:
+        return by_blocks(col_pass, gradient, r)
+    x = gradient.to(r.dtype) * col_unit.unsqueeze(-2)
+    return by_blocks(col_pass, x, r)
 
 
 def row_slices(matrix: Tensor, limit: int | None = None) -> Iterator[tuple[Any, ...]]:
@@ -77,26 +111,22 @@ def cols_of(vector: Tensor, index: tuple[Any, ...]) -> Tensor:
     return vector[*index[:-1], slice(None)]
 
 
-def chunked_row_pass(gradient: Tensor, c: Tensor, row_unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def chunked_row_pass(gradient: Tensor, c: Tensor, row_unit: Tensor | None = None) -> Tensor:
     """Do :func:`row_pass` with bounded scratch and no compiler."""
     sums = c.new_empty(gradient.shape[:-1])
-    sizes = torch.empty_like(sums)
     for index in row_slices(gradient):
         unit = None if row_unit is None else row_unit[index]
-        sums[index], sizes[index] = row_pass(rows_of(gradient, index), cols_of(c, index), unit)
-    return sums, sizes
+        sums[index] = row_pass(rows_of(gradient, index), cols_of(c, index), unit)
+    return sums
 
 
-def chunked_col_pass(gradient: Tensor, r: Tensor, col_unit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def chunked_col_pass(gradient: Tensor, r: Tensor, col_unit: Tensor | None = None) -> Tensor:
     """Do :func:`col_pass` with bounded scratch and no compiler."""
     sums = r.new_zeros(*gradient.shape[:-2], gradient.shape[-1])
-    sizes = torch.zeros_like(sums)
     for index in row_slices(gradient):
         unit = None if col_unit is None else cols_of(col_unit, index)
-        part = col_pass(rows_of(gradient, index), r[index], unit)
-        cols_of(sums, index).add_(part[0])
-        cols_of(sizes, index).add_(part[1])
-    return sums, sizes
+        cols_of(sums, index).add_(col_pass(rows_of(gradient, index), r[index], unit))
+    return sums
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -140,28 +170,26 @@ def iterate(
         has under- or overflowed.
     """
 
-    def next_scale(
-        target: int | Tensor, sums: Tensor, sizes: Tensor, unit: Tensor | None, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    smallest = torch.finfo(c.dtype).tiny * _MARGIN
+
+    def next_scale(target: int | Tensor, sums: Tensor, unit: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor]:
         new = (target / sums).sqrt()
         if unit is None:
-            unfit = ~(sums <= 1 / _TINY) | ((sizes > 0) & (sums < _TINY))
+            fit = (sums == 0) | ((sums >= smallest) & (sums <= 1 / smallest))
         else:
-            unfit = ~sums.isfinite()
+            fit = sums.isfinite()
             new = new * unit
-        return torch.where(sums > 0, new.clamp(max=largest_scale(c.dtype)), scale), unfit
+        return torch.where(sums > 0, new.clamp(max=largest_scale(c.dtype)), scale), ~fit
 
     mean_exponent = sum_over_cols(c.log2().sum(-1, keepdim=True)) / cols
     recentre = torch.where(mean_exponent.abs() > _MAX_DRIFT, torch.exp2(-mean_exponent.round()), 1.0)
     r = c.new_ones(gradient.shape[:-1]) if row_unit is None else row_unit
     flags = torch.zeros(gradient.shape[:-2], dtype=torch.bool, device=gradient.device)
     for _ in range(iterations):
-        sums, sizes = row_pass(gradient, c, row_unit)
-        r, unfit_rows = next_scale(cols, sum_over_cols(sums), sizes, row_unit, r)
+        r, unfit_rows = next_scale(cols, sum_over_cols(row_pass(gradient, c, row_unit)), row_unit, r)
         if keep is not None:
             r, unfit_rows = r * keep, unfit_rows & keep
-        sums, sizes = col_pass(gradient, r, col_unit)
-        c, unfit_cols = next_scale(rows, sum_over_rows(sums), sizes, col_unit, c)
+        c, unfit_cols = next_scale(rows, sum_over_rows(col_pass(gradient, r, col_unit)), col_unit, c)
         flags = flags | unfit_rows.any(-1) | unfit_cols.any(-1)
     return r / recentre, c * recentre, flags
 
@@ -242,12 +270,45 @@ def balance(gradient: Tensor, iterations: int = 1, c: Tensor | None = None) -> T
     return gradient.to(r.dtype) * r.unsqueeze(-1) * c.unsqueeze(-2)
 
 
+def row_product(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Return Σ_j M_ij v_j (..., m) in the dtype of ``vector``."""
+    return (matrix.to(vector.dtype) * vector.unsqueeze(-2)).sum(-1)
+
+
+def col_product(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Return Σ_i M_ij v_i (..., n) in the dtype of ``vector``."""
+    return (matrix.to(vector.dtype) * vector.unsqueeze(-1)).sum(-2)
+
+
+def blocked_col_product(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Do :func:`col_product` :func:`by_blocks`."""
+    return by_blocks(col_product, matrix, vector)
+
+
+def chunked_row_product(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Do :func:`row_product` with bounded scratch and no compiler."""
+    if matrix.dtype == vector.dtype:
+        return torch.matmul(matrix, vector.unsqueeze(-1)).squeeze(-1)
+    out = vector.new_empty(matrix.shape[:-1])
+    for index in row_slices(matrix):
+        part = rows_of(matrix, index).to(vector.dtype)
+        out[index] = torch.matmul(part, cols_of(vector, index).unsqueeze(-1)).squeeze(-1)
+    return out
+
+
+def chunked_col_product(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Do :func:`col_product` with bounded scratch and no compiler."""
+    return chunked_row_product(matrix.mT, vector)
+
+
 def power_iteration(
     gradient: Tensor,
     r: Tensor,
     c: Tensor,
     v: Tensor,
-    iterations: int,
+    iterations: int = 1,
+    row_product: Product = chunked_row_product,
+    col_product: Product = chunked_col_product,
     sum_over_cols: Callable[[Tensor], Tensor] = _unchanged,
     sum_over_rows: Callable[[Tensor], Tensor] = _unchanged,
 ) -> tuple[Tensor, Tensor]:
@@ -259,6 +320,8 @@ def power_iteration(
         c: (..., n).
         v: (..., n): vectors to start from, not zero.
         iterations: number of iterations, at least 1.
+        row_product: G times a vector (..., n), local part.
+        col_product: Gᵀ times a vector (..., m), local part.
         sum_over_cols: completes sums over columns where they are sharded.
         sum_over_rows: completes sums over rows where they are sharded.
 
@@ -268,21 +331,10 @@ def power_iteration(
     """
     sigma = torch.zeros(gradient.shape[:-2], dtype=c.dtype, device=c.device)
     for _ in range(iterations):
-        u = r * sum_over_cols(_matvec(gradient, c * v))
-        next_v = c * sum_over_rows(_matvec(gradient.mT, r * u))
+        u = r * sum_over_cols(row_product(gradient, c * v))
+        next_v = c * sum_over_rows(col_product(gradient, r * u))
         u_norm, v_norm = sum_over_rows(u.square().sum(-1)).sqrt(), sum_over_cols(next_v.square().sum(-1)).sqrt()
         alive = v_norm > 0
         sigma = torch.where(alive, v_norm / u_norm, 0.0)
         v = torch.where(alive.unsqueeze(-1), next_v / v_norm.unsqueeze(-1), v)
     return sigma, v
-
-
-def _matvec(matrix: Tensor, vector: Tensor) -> Tensor:
-    if matrix.dtype == vector.dtype:
-        return torch.matmul(matrix, vector.unsqueeze(-1)).squeeze(-1)
-    out = vector.new_empty(matrix.shape[:-1])
-    for index in row_slices(matrix):
-        out[index] = torch.matmul(
-            rows_of(matrix, index).to(vector.dtype), cols_of(vector, index).unsqueeze(-1)
-        ).squeeze(-1)
-    return out

@@ -52,6 +52,7 @@ CASES = {
     "matrices and stacks": (torch.float32, SINKGD, [(24, 24), (16, 40), (16, 40), (3, 16, 24)]),
     "one row, strides, rounding": (torch.bfloat16, SINKGD, [(24, 40), (1, 24), (-16, 24)]),
     "options": (torch.float32, {**SINKGD, **OPTIONS}, [(24, 24)]),
+    "blocks of rows": (torch.float32, {**SINKGD, "spectral_target": 1.0}, [(300, 256)]),
     "adamw": (torch.float32, {"rule": "adamw"}, [(24,), (32, 128)]),
     "adamw, rounding": (torch.bfloat16, {"rule": "adamw"}, [(24,), (32, 128)]),
 }
@@ -118,7 +119,9 @@ def test_each_kind_of_argument_has_a_compiled_form_of_its_own() -> None:
         return x + 1
 
     plain = torch.ones(3, 4, 5)
+    large = torch.ones(2, 256, 128)  # vectorised and in parallel, unlike what is compiled for a small tensor
     others = [plain[:1], plain[:, :1], plain.mT, plain.permute(2, 1, 0), plain.bfloat16(), plain[0]]
+    others += [large, large.view(2, 4096, 8)]
     forms = {compiled(kernel, argument) for argument in (plain, *others)}
     assert len(forms) == 1 + len(others)
     assert {compiled(kernel, torch.ones(size, 7, 2)) for size in (2, 9)} == {compiled(kernel, plain)}
@@ -162,17 +165,34 @@ def test_without_a_compiler_updates_run_uncompiled(monkeypatch: pytest.MonkeyPat
     assert bool(parameter.detach().any())
 
 
+COMMAND = "C++ compile error\n\nCommand:\ng++ -O3 kernel.cpp\n\n"
+FAILURES = {
+    "compiler": (COMMAND + "Output:\n\nld: cannot find -lc10\ncollect2: error", "ld: cannot find -lc10"),
+    "other": ("no such header\nand many lines\n", "no such header"),
+}
+
+
 @pytest.mark.usefixtures("fresh_answers")
-def test_a_compiler_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("space", [False, True])
+@pytest.mark.parametrize(("text", "line"), FAILURES.values(), ids=FAILURES)
+def test_a_compiler_that_fails_is_reported_once_in_a_line(
+    text: str, line: str, space: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("no such header")
+        try:
+            raise RuntimeError(text)
+        except RuntimeError as error:
+            raise RuntimeError(text if "Output" in text else "in the backend") from error
 
     monkeypatch.setattr(torch, "compile", fails)
-    message = "torch.compile fails on cpu, so updates run uncompiled: no such header"
-    with pytest.warns(UserWarning, match=message) as caught:
+    monkeypatch.setattr(torch, "__file__", "/my env/torch.py" if space else "/env/torch.py")
+    with pytest.warns(UserWarning, match="torch.compile fails on cpu") as caught:
         answers = [compiler_works(torch.device("cpu")) for _ in range(2)]
     assert answers == [False, False]
-    assert len(caught) == 1
+    (warning,) = caught
+    message = f"torch.compile fails on cpu, so updates run uncompiled: {line}"
+    hint = "; the path of the environment has a space, which torch does not quote everywhere"
+    assert str(warning.message) == message + (hint if space else "")
 
 
 @pytest.mark.parametrize(

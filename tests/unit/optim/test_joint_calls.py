@@ -34,8 +34,9 @@ def test_joint_calls_change_nothing(options: dict[str, Any], monkeypatch: pytest
     monkeypatch.setattr(batch, "call_compiled", counted)
     for joint, alone in zip(train(True, **options), train(False, **options), strict=True):
         torch.testing.assert_close(joint, alone, rtol=1e-6, atol=1e-6)
-    assert made.count(("descend", 8)) == 2  # one run of eight in each of two updates
-    assert made.count(("descend", 1)) == 2 * (2 + 3)
+    for kernel in ("balance_whole", "descend"):
+        assert made.count((kernel, 4)) == 2 * 2  # two runs of four in each of two updates
+        assert made.count((kernel, 1)) == 2 * (2 + 3)
 
 
 def test_a_matrix_that_is_not_finite_does_not_disturb_its_company(monkeypatch: pytest.MonkeyPatch) -> None:
