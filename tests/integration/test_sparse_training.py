@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM
 from pumice.cli import main
 from tests.integration.test_resume import figures, lines, same_weights, start_slowly
 
-SPARSE = ["--method.options.density", "0.5", "--method.options.block_shape", "[1, 16]"]
+SPARSE = ["--output.sample_tokens", "0", "--method.options.density", "0.5", "--method.options.block_shape", "[1, 16]"]
 MOVING = [*SPARSE, "--method.options.interval", "3", "--method.options.stop", "1.0"]
 SMET = ["--method.name", "smet", *MOVING, "--method.options.warmup_steps", "2"]
 METHODS = {
     "smet": SMET,
     "smet by gradient": [*SMET, "--method.options.grow", "gradient", "--method.options.final_share", "0.5"],
     "set": ["--method.name", "set", *MOVING],
-    "rigl": ["--method.name", "rigl", *MOVING, "--trainer.bf16", "true"],
+    "rigl": ["--method.name", "rigl", *MOVING, "--trainer.bf16", "true", "--trainer.use_cpu", "true"],
     "static-sparse": ["--method.name", "static-sparse", *SPARSE],
 }
 SHORT = ["--trainer.max_steps", "4", "--trainer.save_strategy", "no", "--trainer.dataloader_num_workers", "0"]
@@ -66,7 +66,7 @@ def test_what_a_run_leaves_behind(whole: tuple[Path, list[str]]) -> None:
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in drawn)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["stored_parameters"] == summary["parameters"] - sum(w.numel() // 2 for w in matrices.values())
-    assert lines(folder)[-1]["eval_loss"] < lines(folder)[0]["eval_loss"] - 0.5
+    assert summary["end_loss"] < summary["start_loss"] - 0.5
 
 
 def test_metrics_of_updates(whole: tuple[Path, list[str]]) -> None:
@@ -76,8 +76,9 @@ def test_metrics_of_updates(whole: tuple[Path, list[str]]) -> None:
     for line in told:
         number = line["topology/update"]
         assert line["step"] == (3 * (number + 1) if number < 4 else 14), "just before the next update, or at the end"
-        assert line["topology/dropped"] >= line["topology/grown"] > 0
-        assert line["topology/newborn_ratio_1"] > 0
+        assert line["topology/dropped"] >= line["topology/grown"]
+        assert line["topology/dropped"] > 0
+        assert ("topology/newborn_ratio_1" in line) == (line["topology/grown"] > 0)
         assert ("topology/spike_height" in line) == (number > 1)
         assert sum(key.startswith("topology/density/") for key in line) <= 14
     ever = [line["topology/ever_active"] for line in told]
@@ -99,9 +100,8 @@ def test_continued_run_is_the_same_bit_for_bit(
     assert figures(left) == figures(folder)
 
 
-def test_killed_after_the_last_step(
-    whole: tuple[Path, list[str]], train: Callable[..., int], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("whole", [SMET], ids=["smet"], indirect=True)
+def test_killed_after_the_last_step(whole: tuple[Path, list[str]], train: Callable[..., int], tmp_path: Path) -> None:
     left, words = whole
     folder = tmp_path / "run"
     shutil.copytree(left, folder)

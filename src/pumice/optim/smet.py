@@ -126,13 +126,6 @@ class SMET(MatrixOptimizer):
         }
         self._layers: dict[int, BlockSparseLinear] = {}  # by position: parameters are swapped when they are sharded
         super().__init__(params, defaults, nonfinite=nonfinite, compile=compile)
-        unknown = sum(p.ndim == 3 for g in self.param_groups if g["rule"] != "smet" for p in g["params"])
-        if unknown:
-            warnings.warn(
-                f"SMET does not know the layers of {unknown} parameters of three dimensions and trains them by AdamW; "
-                "if they are values of block-sparse layers, use SMET.from_model(model, lr)",
-                stacklevel=2,
-            )
 
     @classmethod
     def from_model(cls, model: nn.Module, lr: float | Tensor = 1e-3, **options: Any) -> Self:
@@ -161,8 +154,15 @@ class SMET(MatrixOptimizer):
         param_group = dict(param_group)
         layers = list(param_group.pop("layers", []))
         first = sum(len(group["params"]) for group in self.param_groups)
+        bare = "rule" not in param_group
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if bare and (unknown := sum(p.ndim == 3 for p in group["params"])):
+            warnings.warn(
+                f"SMET does not know the layers of {unknown} parameters of three dimensions and trains them by AdamW; "
+                "if they are values of block-sparse layers, use SMET.from_model(model, lr)",
+                stacklevel=4,
+            )
         if (group["rule"] == "smet") != bool(layers) or (layers and len(layers) != len(group["params"])):
             self.param_groups.pop()
             raise ValueError(
