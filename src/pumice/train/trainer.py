@@ -66,6 +66,7 @@ class RunTrainer(Trainer):
         super().log(self.meter.complete(logs), *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        assert self.model is not None
         checkpoints.check_weights(Path(resume_from_checkpoint), self.model)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 

@@ -355,9 +355,9 @@ def test_wrong_groups() -> None:
     optimizer = SMET([rest], 0.01, compile=False)
     with pytest.raises(ValueError, match=sentence.format(1, 2, "smet")):
         optimizer.add_param_group({**packed, "layers": [model[0], model[0]]})
-    with pytest.raises(ValueError, match="^rule must be 'smet' or 'adamw', got 'sinkgd'$"):
+    with pytest.raises(ValueError, match=r"^rule must be 'smet' or 'adamw', got 'sinkgd'$"):
         optimizer.add_param_group({**packed, "rule": "sinkgd"})
-    with pytest.raises(TypeError, match="^SMET trains real parameters only, got one of torch.complex64$"):
+    with pytest.raises(TypeError, match=r"^SMET trains real parameters only, got one of torch\.complex64$"):
         SMET([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
     assert len(optimizer.param_groups) == 1
 
@@ -370,7 +370,9 @@ def test_gradients_that_do_not_fit() -> None:
     layer.values.grad[3, 0, 5] = float("nan")
     optimizer = optimizer_of(model)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(FloatingPointError, match=r"^the gradient of 0\.values, shape \(64, 1, 64\), is not finite \(up"):
+    with pytest.raises(
+        FloatingPointError, match=r"^the gradient of 0\.values, shape \(64, 1, 64\), is not finite \(up"
+    ):
         optimizer.step()
     assert_same(model.state_dict(), before)
     optimizer.nonfinite = "skip"
@@ -381,7 +383,9 @@ def test_gradients_that_do_not_fit() -> None:
     assert not torch.equal(model[2].weight, before["2.weight"])
     assert set(ages(optimizer, layer).tolist()) == {1}
     layer.values.grad = torch.eye(64).unsqueeze(1).to_sparse()
-    with pytest.raises(ValueError, match=r"^SMET needs dense gradients, got a sparse one for 0\.values; set sparse=False"):
+    with pytest.raises(
+        ValueError, match=r"^SMET needs dense gradients, got a sparse one for 0\.values; set sparse=False"
+    ):
         optimizer.step()
 
 
