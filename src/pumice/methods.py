@@ -192,8 +192,8 @@ class TopologyOptions(SparseOptions):
         drop_fraction: Share of active blocks to swap in the first topology update.
         final_drop_fraction: The same at the end; in between it follows half a cosine wave.
         grace: Topology updates for which a newborn block is not dropped; none: the method's.
-        start: First step for topology updates, or a fraction of the run.
-        stop: Last step for topology updates, or a fraction of the run.
+        start: First step for topology updates: a fraction of the run if at most 1, else a whole step.
+        stop: Last step for topology updates: a fraction of the run if at most 1, else a whole step.
         final_share: Share of the blocks that is still active at the end.
     """
 
@@ -201,8 +201,8 @@ class TopologyOptions(SparseOptions):
     drop_fraction: float = 0.2
     final_drop_fraction: float = 0.005
     grace: int | None = None
-    start: int | float = 0.0
-    stop: int | float = 0.75
+    start: float = 0.0
+    stop: float = 0.75
     final_share: float = 1.0
 
 

@@ -138,6 +138,12 @@ class MatrixOptimizer(Optimizer):
             self._update(present)
         return loss
 
+    @torch.no_grad()
+    def make_state(self) -> None:
+        """Create the state that parameters lack, without an update; also on the meta device, to know its size."""
+        for member in self._members():
+            self._prepare(member)
+
     def _members(self) -> Iterator[Member]:
         """Yield every parameter that can train, with or without a gradient: each gets state, as checkpoints expect."""
         for number, (name, parameter, group) in enumerate(self._named()):

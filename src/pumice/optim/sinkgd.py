@@ -45,17 +45,16 @@ MATCH_RMS_ADAMW = 0.2  # RMS of an AdamW update in steady state (arXiv 2502.1698
 def balance_whole(
     gradient: Tensor,
     c: Tensor,
-    iterations: int,
     row_unit: Tensor | None,
     col_unit: Tensor | None,
     keep: Tensor | None,
     kept: Tensor | None,
     blocked: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do :func:`pumice.optim.sinkhorn.iterate` on matrices that are not sharded, to be compiled."""
+    """Do one iteration of :func:`pumice.optim.sinkhorn.iterate` on matrices that are not sharded, to be compiled."""
     rows, cols = gradient.shape[-2:]
     passes = row_pass, blocked_col_pass if blocked else col_pass
-    return iterate(gradient, c, rows if kept is None else kept, cols, iterations, row_unit, col_unit, keep, *passes)
+    return iterate(gradient, c, rows if kept is None else kept, cols, 1, row_unit, col_unit, keep, *passes)
 
 
 def power_step(gradient: Tensor, r: Tensor, c: Tensor, v: Tensor, blocked: bool) -> tuple[Tensor, Tensor]:
@@ -98,11 +97,6 @@ def random_key(member: Member) -> tuple[Tensor, Tensor, Tensor]:
 
 class BalancedBatch(Batch):
     """A SinkGD update."""
-
-    @property
-    def joint(self) -> bool:  # type: ignore[override]
-        """Whether there is but one iteration: scratch of several would be held for longer, and save less."""
-        return bool(self.group["sinkhorn_iters"] == 1)
 
     def measure(self) -> Calls[Tensor]:
         """Balance the gradient."""
@@ -147,9 +141,12 @@ class BalancedBatch(Batch):
         self.column_norm = math.sqrt(rows) if kept is None else kept.sqrt()
         flags: Tensor
         if self._whole:
-            self.r, self.c, flags = yield from self.run(
-                balance_whole, gradient, c, iterations, row_unit, col_unit, keep, kept, self._blocked
-            )
+            self.c, flags = c, torch.zeros((), dtype=torch.bool, device=c.device)
+            for _ in range(iterations):  # one at a time: a compiled loop would hold the scratch of all
+                self.r, self.c, unfit = yield from self.run(
+                    balance_whole, gradient, self.c, row_unit, col_unit, keep, kept, self._blocked
+                )
+                flags = flags | unfit
         else:
             self.r, self.c, flags = iterate(
                 gradient,

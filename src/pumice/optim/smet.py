@@ -188,7 +188,8 @@ class SMET(MatrixOptimizer):
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         if member.layer is not None and "lag" not in state:  # to new moments, all blocks are of one age
-            state["lag"] = torch.tensor(float(member.layer.birth.max()))
+            birth = member.layer.birth
+            state["lag"] = torch.tensor(0.0 if birth.is_meta else float(birth.max()))
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             if key not in state:
                 state.update(moment(parameter, key, member.group["state_bits"], signed, member.packed))

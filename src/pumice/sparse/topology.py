@@ -113,9 +113,9 @@ class Topology:
             step (a layer without any gradient in it is left as it is); ``"static"``: no updates at all.
         grace: For how many updates after its birth a grown block cannot be dropped. Blocks that were there at the start
             have none.
-        stop: Last step for updates: a step (int), or a fraction of the run (float).
+        stop: Last step for updates: a fraction of the run if at most 1, else a whole step.
         total_steps: Optimizer steps of the run.
-        start: First step for updates: a step (int), or a fraction of the run (float).
+        start: First step for updates: a fraction of the run if at most 1, else a whole step.
         final_drop_fraction: Share to swap in an update at ``stop``.
         final_share: Share of each layer's slots that still hold a block at ``stop``; see :class:`Schedule`.
         seed: Of random growth.
