@@ -189,7 +189,7 @@ class SMET(MatrixOptimizer):
             state["step"] = torch.zeros((), dtype=torch.float32)
         if member.layer is not None and "lag" not in state:  # to new moments, all blocks are of one age
             birth = member.layer.birth
-            state["lag"] = torch.tensor(0.0 if birth.is_meta else float(birth.max()))
+            state["lag"] = torch.tensor(0.0 if birth.is_meta else float(birth.max()), dtype=torch.float32)
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             if key not in state:
                 state.update(moment(parameter, key, member.group["state_bits"], signed, member.packed))
