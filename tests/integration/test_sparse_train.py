@@ -88,7 +88,7 @@ def test_resumed_across_an_update_bit_for_bit(whole: Path, recipe: Path, tmp_pat
     assert all(torch.equal(left[name], right[name]) for name in right)
 
 
-@pytest.mark.parametrize("method", ["set", "rigl", "static-sparse", "smet"])
+@pytest.mark.parametrize("method", ["set", "rigl", "static-sparse", "smet", "sinkgd-sparse"])
 def test_every_method_trains(method: str, train: Callable[..., int], tmp_path: Path) -> None:
     own = {"density": 0.4, "block_shape": [2, 8]} if method == "static-sparse" else {**MOVING, "distribution": "erk"}
     if method == "smet":

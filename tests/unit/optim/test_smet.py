@@ -315,12 +315,14 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], message:
 
 def test_a_group_must_name_its_layers() -> None:
     model = network()
-    with pytest.raises(ValueError, match="must name a layer for each of its 1 parameters, got 0 layers with rule"):
+    with pytest.raises(ValueError, match="has layers if and only if its rule is 'smet', got 0 layers with rule 'smet'"):
         SMET([{"params": [model[0].values], "rule": "smet"}])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(ValueError, match="got 1 layers with rule 'adamw'"):
             SMET([{"params": [model[0].values], "layers": [model[0]]}])
+        with pytest.raises(ValueError, match="a group of 2 parameters needs as many layers, got 1"):
+            SMET([{"params": [model[0].values, model[2].values], "layers": [model[0]], "rule": "smet"}])
 
 
 def test_values_of_another_number_of_slots_are_refused() -> None:
