@@ -5,14 +5,13 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from pumice import methods
 from pumice.errors import UserError
@@ -180,17 +179,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _config(name: str) -> PretrainedConfig:
-    if name in presets():
-        config = build_config(ModelConfig(name))
-    else:
-        path = Path(name).expanduser()
-        try:
-            config = AutoConfig.from_pretrained(str(path) if path.exists() else name)
-        except Exception as error:  # transformers raises many kinds, over several lines
-            raise UserError(
-                f"model '{name}' is no preset ({', '.join(presets())}), no config.json or folder with one, "
-                "and not to be had from the hub"
-            ) from error
+    config = build_config(ModelConfig(name))
     config.use_cache = False
     return config
 

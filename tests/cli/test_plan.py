@@ -72,7 +72,7 @@ def test_options_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "sentence"),
     [
         (["plan"], "the following arguments are required: model; pumice plan --help lists the options"),
-        (["plan", "llama-tony"], "model 'llama-tony' is no preset (llama-"),
+        (["plan", "llama-tony"], "unknown model 'llama-tony': did you mean 'llama-tiny'?"),
         ([*TINY, "--gpu", "rtx4900"], "unknown card 'rtx4900': give a size like 24GiB or a name; did you mean"),
         ([*TINY, "--method", "sinkdg"], "unknown method 'sinkdg': did you mean 'sinkgd'?"),
         ([*TINY, "--gpus", "4", "--release"], "gradient release works on one device, got 4"),
