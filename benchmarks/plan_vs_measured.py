@@ -147,7 +147,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                     row = {"model": name, "method": method, "release": release, "checkpointing": checkpointing}
                     row |= {"planned": planned, "moment": moment, "measured": measured_peak(*how)}
                     values["rows"].append(row)
-                    print(row["planned"] / row["measured"] - 1, row, flush=True)
                     save(args.out, {"batch": shape[0], "seq_len": shape[1], "options": OPTIONS}, values, argv)
     print(*tables(values).values(), sep="\n\n")
     return values

@@ -15,6 +15,8 @@ from common import RESULTS, load
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = (
+    "plan_vs_measured",
+    "release",
     "optimizer_step",
     "train_throughput",
     "sinkhorn_iterations",

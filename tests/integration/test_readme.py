@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, TrainingArguments
 
-from pumice import cli
+from pumice import cli, plan
 from pumice.train.load import load
 from pumice.train.model import build_config, build_model
 from pumice.train.recipe import ModelConfig
@@ -73,9 +73,12 @@ def test_pumice_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     Path("mine.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
     calls = []
     monkeypatch.setattr("pumice.train.run.run", lambda recipe, resume: calls.append((recipe, resume)) or 0)
+    plans = []
+    monkeypatch.setattr("pumice.plan.run", lambda words: plans.append(plan.parser().parse_args(words)) or 0)
     for words in commands("pumice"):
         assert cli.main(words) == 0, words
-    assert len(calls) == len(commands("pumice")) - 1  # --help does not run
+    assert [(each.model, each.release) for each in plans] == [("llama-3.1-8b", True)]
+    assert len(calls) == len(commands("pumice")) - len(plans) - 1  # --help does not run
     assert {(recipe.method.name, resume) for recipe, resume in calls} == {
         ("sinkgd", "never"),
         ("sinkgd", "auto"),

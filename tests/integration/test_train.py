@@ -173,3 +173,20 @@ def test_release_with_accumulation_is_refused(
 ) -> None:
     assert train(tmp_path / "run", "--memory.release", "true", "--trainer.gradient_accumulation_steps", "2") == 2
     assert "gradient release cannot accumulate gradients" in capsys.readouterr().err
+
+
+def test_a_chunked_loss_trains_alike(train: Callable[..., int], tmp_path: Path) -> None:
+    words = [*SHORT, "--trainer.eval_steps", "2", "--model.config.attention_dropout", "0"]
+    assert train(tmp_path / "whole", *words) == 0
+    assert train(tmp_path / "chunked", *words, "--memory.loss_chunk", "50") == 0
+    whole, chunked = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "chunked"))
+    for left, right in zip(whole, chunked, strict=True):
+        for key in {"loss", "eval_loss"} & left.keys():
+            assert right[key] == pytest.approx(left[key], abs=1e-4)
+
+
+def test_a_chunk_of_no_tokens_is_refused(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", "--memory.loss_chunk", "0") == 2
+    assert "memory.loss_chunk must be at least 1 token, got 0" in capsys.readouterr().err

@@ -32,6 +32,8 @@ def script(name: str) -> ModuleType:
         ("sinkgd_variants", ["--seeds", "1"]),
         ("bf16_training", ["--seeds", "1"]),
         ("moment_codes", []),
+        ("plan_vs_measured", []),
+        ("release", []),
         ("dst_stability", ["--parts", "late"]),
         ("sparse_memory", []),
         ("sparse_throughput", []),

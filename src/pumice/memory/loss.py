@@ -6,6 +6,7 @@ gradients are added into one buffer. It is plain PyTorch and runs on any device 
 ``linear_cross_entropy`` came with 2.13, and Liger's kernels need Triton.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -124,6 +125,7 @@ def use_chunked_loss(model: nn.Module, chunk: int = 1024, *, check: bool = True)
     if not isinstance(head, nn.Linear) or not isinstance(base, nn.Module) or not hasattr(model, "loss_function"):
         raise UserError(f"{type(model).__name__} has no linear output head whose loss could be computed in chunks")
 
+    @functools.wraps(plain)  # Trainer reads the signature
     def forward(*args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         if labels is None or not model.training:
             return plain(*args, labels=labels, **kwargs)

@@ -85,9 +85,15 @@ class MemoryConfig:
     Args:
         release: Update each parameter in the backward pass and free its gradient at once. Needs
             ``trainer.gradient_accumulation_steps`` 1; ``trainer.max_grad_norm`` then limits each parameter by itself.
+        loss_chunk: Tokens whose logits exist at a time in the training loss; none: all.
     """
 
     release: bool = False
+    loss_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise UserError(f"memory.loss_chunk must be at least 1 token, got {self.loss_chunk}")
 
 
 @dataclass(frozen=True)

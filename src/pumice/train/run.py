@@ -28,6 +28,7 @@ from pumice.integrations.transformers import (
     optimizer_cls_and_kwargs,
     prepare_model,
 )
+from pumice.memory import use_chunked_loss
 from pumice.sparse import BlockSparseLinear, densify
 from pumice.train import checkpoints, summary
 from pumice.train.arguments import training_arguments
@@ -118,6 +119,8 @@ def _try_out(
         model = AutoModelForCausalLM.from_config(config)
     try:
         model, _ = prepare_model(recipe.method.name, model, args, **recipe.method.options)
+        if recipe.memory.loss_chunk is not None:
+            use_chunked_loss(model, recipe.memory.loss_chunk)
         factory()(model, **kwargs)
     except (ValueError, TypeError) as error:
         raise UserError(f"method.options: {error}") from error
@@ -141,6 +144,8 @@ def _prepare(recipe: Recipe, args: TrainingArguments, folder: RunFolder, anew: b
         f"{model.num_parameters():,}",
     )
     prepared, callbacks = prepare_model(recipe.method.name, model, args, **recipe.method.options)
+    if recipe.memory.loss_chunk is not None:
+        use_chunked_loss(prepared, recipe.memory.loss_chunk)
     return Prepared(tokenizer, train, validation, prepared, callbacks)
 
 
