@@ -7,7 +7,7 @@ from torch import nn
 
 from pumice import methods
 from pumice.errors import UserError
-from pumice.methods import AdamWOptions, Method, SinkGDOptions, SparseSinkGDOptions
+from pumice.methods import DenseAdamWOptions, Method, SinkGDOptions, SparseSinkGDOptions
 from pumice.optim import SinkGD
 
 
@@ -25,7 +25,7 @@ def test_unknown_method_names_the_nearest() -> None:
 
 def test_a_method_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "METHODS", {})
-    method = Method("plain", "gradient descent", AdamWOptions, lambda model, lr, decay, options: torch.optim.SGD(model))
+    method = Method("plain", "gradient descent", DenseAdamWOptions, lambda model, lr, decay, options: torch.optim.SGD(model))
     methods.register(method)
     assert methods.get("plain") is method
     with pytest.raises(ValueError, match="'plain' is registered already"):
@@ -33,7 +33,7 @@ def test_a_method_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_adamw_decays_matrices_only_and_trains_what_is_trained(model: nn.Module) -> None:
-    optimizer = methods.get("adamw").build(model, 0.01, 0.1, AdamWOptions(betas=(0.8, 0.9)))
+    optimizer = methods.get("adamw").build(model, 0.01, 0.1, DenseAdamWOptions(betas=(0.8, 0.9)))
     assert isinstance(optimizer, torch.optim.AdamW)
     decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {p: 0.1 if p.ndim >= 2 else 0.0 for p in model.parameters() if p.requires_grad}

@@ -50,7 +50,7 @@ def test_options_of_another_method_do_not_apply(tmp_path: Path) -> None:
     mixed = load(path, ["--method.options.lr_scale", "0.2"]).method.options
     assert (mixed["lr_scale"], mixed["sinkhorn_iters"]) == (0.2, 3)
     other = load(path, ["--method.name=adamw", "--method.options.betas", "[0.9, 0.95]"])
-    assert other.method.options == {"betas": (0.9, 0.95), "eps": None}
+    assert other.method.options == {"betas": (0.9, 0.95), "eps": None, "state_bits": 32}
 
 
 def test_words_and_numbers_of_yaml(tmp_path: Path) -> None:
