@@ -214,3 +214,10 @@ def test_a_dense_method_needs_no_preparation(tmp_path: Path) -> None:
     static, callbacks = prepare_model("static-sparse", model, args, density=0.5, block_shape=(1, 8))
     assert callbacks == []
     assert any(isinstance(module, BlockSparseLinear) for module in static.modules())
+
+
+def test_what_no_run_can_have_is_refused_also_where_its_length_is_not_known(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, num_train_epochs=2)
+    model = build_model(build_config(ModelConfig("llama-tiny")), seed=0)
+    with pytest.raises(UserError, match="interval must be a whole number of optimizer steps, at least 1, got 0"):
+        prepare_model("rigl", model, args, **{**MOVING, "interval": 0})

@@ -4,7 +4,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count, islice
+from itertools import islice
 from typing import Any, overload
 
 import torch
@@ -174,22 +174,26 @@ class MatrixOptimizer(Optimizer):
 
     def _members(self) -> Iterator[Member]:
         """Yield every parameter that can train, with or without a gradient: each gets state, as checkpoints expect."""
-        numbers = count()
+        for number, (name, parameter, group) in enumerate(self._named()):
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"{type(self).__name__} needs dense gradients, got a sparse one for {name}; "
+                    "set sparse=False where the module is made"
+                )
+            if parameter.requires_grad:
+                state, layer = self.state[parameter], self._layers.get(number)
+                state.setdefault("step", torch.zeros((), dtype=torch.float32))
+                if layer is not None and "lag" not in state:  # to new state, all blocks are of one age
+                    oldest = 0.0 if layer.birth.is_meta else float(layer.birth.max())
+                    state["lag"] = torch.tensor(oldest, dtype=torch.float32)
+                yield Member(parameter, group, state, name, number, group.get("transposed", False), layer)
+
+    def _named(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """Yield every parameter with its name, for messages, and its group."""
         for index, group in enumerate(self.param_groups):
             names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
             for name, parameter in zip(names, group["params"], strict=True):
-                number = next(numbers)
-                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                    raise ValueError(
-                        f"{type(self).__name__} needs dense gradients, got a sparse one for {name}; "
-                        "set sparse=False where the module is made"
-                    )
-                if parameter.requires_grad:
-                    state, layer = self.state[parameter], self._layers.get(number)
-                    state.setdefault("step", torch.zeros((), dtype=torch.float32))
-                    if layer is not None:
-                        state.setdefault("lag", torch.zeros((), dtype=torch.float32))
-                    yield Member(parameter, group, state, name, number, group.get("transposed", False), layer)
+                yield name, parameter, group
 
     def _only_makes_state(self, members: list[Member]) -> bool:
         """Recognise the step with zero gradients and lr 0 by which torch.distributed.checkpoint creates state."""
@@ -264,10 +268,14 @@ class MatrixOptimizer(Optimizer):
             state["lag"].fill_(int(layer.birth[slots[0]]) - int(state["step"]))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned; unlike torch's, state keeps the dtype that it was saved in."""
+        """Load what ``state_dict`` returned; unlike torch's, state keeps the dtype that it was saved in.
+
+        Raises:
+            ValueError: It comes from other parameters; nothing has changed.
+        """
         given: dict[str, Any] = {}  # after other hooks have changed it
         hooks = [
-            self.register_load_state_dict_pre_hook(lambda _, final: given.update(final)),
+            self.register_load_state_dict_pre_hook(lambda _, final: given.update(self._fitting(final))),
             self.register_load_state_dict_post_hook(lambda _: self._restore(given), prepend=True),
         ]
         try:
@@ -275,6 +283,18 @@ class MatrixOptimizer(Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state_dict``, of which torch checks no shapes, or raise ValueError."""
+        saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
+        for saved_id, (name, parameter, _) in zip(saved_ids, self._named(), strict=False):  # torch compares the counts
+            moment = state_dict["state"].get(saved_id, {}).get("exp_avg")
+            if moment is not None and to_local(moment).shape != to_local(parameter).shape:
+                raise ValueError(
+                    f"the state to load has moments of shape {tuple(moment.shape)} for {name}, whose shape is "
+                    f"{tuple(parameter.shape)}; load it into an optimizer of the same model, sparse in the same way"
+                )
+        return state_dict
 
     @torch.no_grad()
     def _restore(self, state_dict: dict[str, Any]) -> None:

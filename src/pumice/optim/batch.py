@@ -80,7 +80,8 @@ class Member:
         """Updates that the block of each local slot has seen, the coming one included: float32 (slots,)."""
         assert self.layer is not None
         birth = self.layer.birth[local_slots(self.parameter)]
-        return torch.where(birth > 0, self.step + int(self.state["lag"]) - birth, self.step).clamp(min=1).float()
+        ages = self.step + int(self.state["lag"]) - birth
+        return torch.where(birth > 0, ages, self.step).clamp(1, self.step).float()  # no older than its state
 
     @property
     def ramp(self) -> Tensor:

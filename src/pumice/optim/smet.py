@@ -11,8 +11,9 @@ warm-up: with AdamW's global count of updates the first one would be (1−β1)/�
 betas. The ramp is an explicit warm-up; it multiplies the learning rate and is not folded into m. x is −1/2, −1 or 0.
 
 The age is read from the ``birth`` of the layer's slots, in which the topology notes its clock. A parameter's own count
-of updates may differ from that clock (a layer without gradient does not count, and a topology may be newer than the
-optimizer), so the difference is part of the parameter's state as ``lag``.
+of updates may differ from that clock (a layer without gradient does not count, and a topology may be newer or older
+than the optimizer), so the difference, as it was when blocks last grew, is part of the parameter's state as ``lag``. No
+block is older than the parameter's moments.
 """
 
 import math
@@ -113,13 +114,6 @@ class SMET(MatrixOptimizer):
             "rule": "adamw",
         }
         super().__init__(params, defaults, nonfinite=nonfinite, compile=compile)
-        unknown = sum(p.ndim == 3 for g in self.param_groups if g["rule"] != "smet" for p in g["params"])
-        if unknown:
-            warnings.warn(
-                f"SMET does not know the layers of {unknown} parameters of three dimensions and trains them by AdamW; "
-                "if they are values of block-sparse layers, use SMET.from_model(model, lr)",
-                stacklevel=2,
-            )
 
     @classmethod
     def from_model(cls, model: nn.Module, lr: float | Tensor = 1e-3, **options: Any) -> Self:
@@ -142,6 +136,16 @@ class SMET(MatrixOptimizer):
             {"params": [pair for pair in trained if pair[0] not in layers], "rule": "adamw"},
         ]
         return cls([group for group in groups if group["params"]], lr, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does, its options, parameters and layers checked."""
+        super().add_param_group(param_group)
+        if "rule" not in param_group and (unknown := sum(p.ndim == 3 for p in self.param_groups[-1]["params"])):
+            warnings.warn(
+                f"SMET does not know the layers of {unknown} parameters of three dimensions and trains them by AdamW; "
+                "if they are values of block-sparse layers, use SMET.from_model(model, lr)",
+                stacklevel=4,
+            )
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

@@ -177,6 +177,9 @@ class Topology:
         Returns:
             What changed; None if it was not time.
         """
+        if not self.steps:  # births by the clock of an earlier topology say nothing on this one
+            for layer in self.layers.values():
+                layer.birth.zero_()
         self.steps += 1
         update = None
         if self._due(self.steps):
@@ -187,6 +190,10 @@ class Topology:
             update = Update(self.steps, self.updates, self.grace, changes)
         self._record_if_due()
         return update
+
+    def skip(self) -> None:
+        """Forget the gradients of a step that the optimizer did not take, as when a gradient scaler skips it."""
+        self._record_if_due()
 
     def state_dict(self) -> dict[str, Any]:
         """Clock and numbers of blocks grown, which JSON can hold; the rest is in the model's state_dict."""

@@ -475,3 +475,16 @@ def test_copies_do_not_share_ids():
     twin = copy.deepcopy(model)
     train(model, Topology(model, 1, 0.5, total_steps=10), torch.optim.SGD(model.parameters(), lr=0.01), 0, 2)
     assert not torch.equal(model[0].ids, twin[0].ids)
+
+
+def test_gradients_of_a_step_that_was_skipped_are_forgotten():
+    """Block 2 has overflowed in the skipped step; in the one that counts, block 3 has the larger gradient."""
+    model = one_layer([4.0, 4, 1, 1], [0, 1])
+    topology = Topology(model, 1, 0.5, "gradient", total_steps=10)
+    model(torch.tensor([[0, 0, 0, 0, float("inf"), 0, 0, 0]])).sum().backward()
+    topology.skip()
+    model.zero_grad()
+    model(torch.tensor([[0, 0, 0, 0, 1.0, 0, 2.0, 0]])).sum().backward()
+    topology.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    assert model[0].ids.tolist() == [0, 3]
+    assert topology.steps == 1
