@@ -59,8 +59,11 @@ def draw(values: dict[str, Any], path: Path) -> None:
     moves.set(
         xlabel="step after a topology update",
         yscale="log",
-        title="RMS of updates to newborn weights over that to others",
+        title="RMS of updates, newborn over others",
     )
+    moves.yaxis.set_major_formatter("{x:g}")
+    moves.yaxis.set_minor_formatter("")
+    moves.set_yticks([0.2, 0.5, 1, 2, 5])
     moves.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
