@@ -114,10 +114,10 @@ def pack(
 
 def fingerprint(dataset: datasets.Dataset) -> str:
     """Return the SHA-256 of a dataset's blocks in their order, as 64 hexadecimal digits."""
-    digest = hashlib.sha256()
+    hashed = hashlib.sha256()
     for batch in dataset.with_format("numpy").iter(batch_size=1024):
-        digest.update(np.asarray(batch["input_ids"], dtype="<i4").tobytes())
-    return digest.hexdigest()
+        hashed.update(np.asarray(batch["input_ids"], dtype="<i4").tobytes())
+    return hashed.hexdigest()
 
 
 def _to_dataset(texts: Iterable[str]) -> datasets.Dataset:
@@ -128,9 +128,14 @@ def _to_dataset(texts: Iterable[str]) -> datasets.Dataset:
     return datasets.concatenate_datasets(chunks)
 
 
+def digest(text: str) -> bytes:
+    """Return 16 bytes by which equal texts are known."""
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
 def _distinct(texts: Iterable[str], seen: set[bytes]) -> Iterator[str]:
     for text in texts:
-        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        key = digest(text)
         if text.strip() and key not in seen:
             seen.add(key)
             yield text
