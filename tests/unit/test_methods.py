@@ -25,7 +25,9 @@ def test_unknown_method_names_the_nearest() -> None:
 
 def test_a_method_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "METHODS", {})
-    method = Method("plain", "gradient descent", DenseAdamWOptions, lambda model, lr, decay, options: torch.optim.SGD(model))
+    method = Method(
+        "plain", "gradient descent", DenseAdamWOptions, lambda model, lr, decay, options: torch.optim.SGD(model)
+    )
     methods.register(method)
     assert methods.get("plain") is method
     with pytest.raises(ValueError, match="'plain' is registered already"):
