@@ -42,13 +42,15 @@ def test_in_trainer(model: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCa
     assert (group["rule"], group["initial_lr"], group["weight_decay"]) == ("sinkgd", 0.02, 0.1)
     assert (group["betas"], group["seed"], group["lr_scale"]) == ((0.9, 0.95), 7, 0.5)
     live, table = caplog.messages
-    assert live.startswith("optimizer pumice.optim.sinkgd.SinkGD (sinkgd: 14 tensors, 20,480 weights, adamw: 7 tensors")
+    assert live.startswith(
+        "optimizer pumice.optim.sinkgd.SinkGD (sinkgd: 14 tensors, 20,480 weights, 0.000 GiB, adamw: 7 tensors"
+    )
     assert "2 x model.layers.*.self_attn.q_proj.weight" in table
 
 
 def test_description_covers_every_weight(model: PreTrainedModel) -> None:
     text = describe(torch.optim.AdamW(model.parameters()))
-    assert text == "optimizer torch.optim.adamw.AdamW (adamw: 21 tensors, 53,408 weights)"
+    assert text == "optimizer torch.optim.adamw.AdamW (adamw: 21 tensors, 53,408 weights, 0.000 GiB)"
 
 
 def test_called_as_axolotl_does(model: PreTrainedModel, tmp_path: Path) -> None:
