@@ -160,7 +160,7 @@ def spec_of(method: str, model: str = "llama", density: float = 0.25, **changes:
         "density": 1.0 if dense else density,
         "block": None if dense else [1, 16],
         "betas": STRESS,
-        "embedding_lr": 0.04,
+        "embedding_lr": 0.01,
         **METHODS[method],
         **changes,
     }

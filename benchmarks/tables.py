@@ -21,6 +21,9 @@ SCRIPTS = (
     "sinkgd_variants",
     "bf16_training",
     "moment_codes",
+    "sparse_memory",
+    "sparse_throughput",
+    "dst_stability",
 )
 PLACE = re.compile(r"<!-- table: (?P<name>[\w.-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -31,7 +34,12 @@ def tables() -> dict[str, str]:
     for script in SCRIPTS:
         path = RESULTS / f"{script}.json"
         result = load(path) if path.exists() else {"values": {}}
-        if not result["values"].keys() & {"rows", "cases"}:  # not run, or a study that is not finished
+        if not result["values"].keys() & {
+            "rows",
+            "cases",
+            "parts",
+            "measured",
+        }:  # not run, or a study that is not finished
             continue
         machine, versions = result["machine"], result["versions"]
         processor = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} of {machine['cores']} cores"

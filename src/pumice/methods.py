@@ -192,8 +192,8 @@ class TopologyOptions(SparseOptions):
         drop_fraction: Share of active blocks to swap in the first topology update.
         final_drop_fraction: The same at the end; in between it follows half a cosine wave.
         grace: Topology updates for which a newborn block is not dropped; none: the method's.
-        start: First step for topology updates, or a fraction of the run.
-        stop: Last step for topology updates, or a fraction of the run.
+        start: First step for topology updates: a fraction of the run if at most 1, else a whole step.
+        stop: Last step for topology updates: a fraction of the run if at most 1, else a whole step.
         final_share: Share of the blocks that is still active at the end.
     """
 
@@ -201,8 +201,8 @@ class TopologyOptions(SparseOptions):
     drop_fraction: float = 0.2
     final_drop_fraction: float = 0.005
     grace: int | None = None
-    start: int | float = 0.0
-    stop: int | float = 0.75
+    start: float = 0.0
+    stop: float = 0.75
     final_share: float = 1.0
 
 
@@ -262,6 +262,27 @@ def _smet(model: nn.Module, lr: float, weight_decay: float, options: SMETOptions
     return SMET.from_model(model, lr, weight_decay=weight_decay, **given)
 
 
+@dataclass(frozen=True)
+class SparseSinkGDOptions(TopologyOptions, SinkGDOptions):
+    """Moving blocks, and :class:`pumice.optim.SinkGD` on them.
+
+    Args:
+        grow: Blocks to grow: "random", or "gradient" (those with the largest gradients).
+        warmup_steps: Optimizer steps over which a newborn block's learning rate rises.
+        density_scaling: Factor on the learning rate of sparse layers: "none", "sqrt" (density^-1/2) or "linear".
+    """
+
+    grow: Literal["random", "gradient"] = "random"
+    warmup_steps: int = 0
+    density_scaling: Literal["sqrt", "linear", "none"] = "none"
+
+
+def _sparse_sinkgd(model: nn.Module, lr: float, weight_decay: float, options: SparseSinkGDOptions) -> Optimizer:
+    given = _given(options, SparseSinkGDOptions, without=TopologyOptions)
+    given.pop("grow")
+    return SinkGD.from_model(model, lr, weight_decay=weight_decay, **given)
+
+
 def _given(options: Any, of: type, without: type | None = None) -> dict[str, Any]:
     """Return the options that are not None, of those that a class declares and another does not."""
     names = {field.name for field in fields(of)} - {field.name for field in (fields(without) if without else ())}
@@ -280,6 +301,16 @@ register(
         "SMET: moving blocks of the weights; each warms up by its own age",
         SMETOptions,
         _smet,
+        _sparsify,
+        _moving(None, grace=2),
+    )
+)
+register(
+    Method(
+        "sinkgd-sparse",
+        "SinkGD on moving blocks of the weights: no state but their column scales",
+        SparseSinkGDOptions,
+        _sparse_sinkgd,
         _sparsify,
         _moving(None, grace=2),
     )

@@ -1,11 +1,9 @@
 """SinkGD under FSDP2 on two gloo processes: the same training as on one, and checkpoints that lose nothing."""
 
-import time
 import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from pumice.optim import SinkGD
 from pumice.optim.groups import param_groups
-
-TIMEOUT = 180  # seconds, for a busy machine; ordinarily 15
+from tests.distributed.processes import on_two_processes
 
 
 class Network(nn.Module):
@@ -212,22 +209,5 @@ CHECKS = (
 )
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
-    for check in CHECKS:
-        check(rank, folder)
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 def test_on_two_processes(tmp_path: Path) -> None:
-    """All checks, in one pair of processes: starting them takes longer than the checks do."""
-    processes = torch.multiprocessing.spawn(run, (str(tmp_path),), nprocs=2, join=False)
-    assert processes is not None
-    until = time.monotonic() + TIMEOUT
-    while not processes.join(timeout=max(0.0, until - time.monotonic())):  # raises what a process raised
-        if time.monotonic() > until:
-            for process in processes.processes:
-                process.kill()
-            pytest.fail(f"the two processes took more than {TIMEOUT} seconds")
+    on_two_processes(CHECKS, tmp_path)

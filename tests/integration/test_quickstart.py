@@ -49,7 +49,7 @@ def unigram_loss(train: np.ndarray, held_out: np.ndarray) -> float:
 def blocks(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """The tokens that the run in a folder was trained on, and those held out."""
     recipe = load(str(folder / "recipe.yaml"))
-    documents, tokenizer = load_documents(recipe.data, recipe.trainer.seed), load_tokenizer(folder / "tokenizer")
+    documents, tokenizer = load_documents(recipe.data, recipe.trainer.seed), load_tokenizer(str(folder / "tokenizer"))
     packed: list[datasets.Dataset] = [pack(part, tokenizer, recipe.data.seq_len) for part in documents]
     train, held_out = (np.asarray(part.with_format("numpy")["input_ids"]) for part in packed)
     return train, held_out

@@ -36,7 +36,8 @@ from pumice.cli import main
 from pumice.train.meter import Meter
 see = Meter.see
 def slowly(self, *args):
-    open(sys.argv[2], "a").close()
+    with open(sys.argv[2], "a") as marker:
+        marker.write(".")
     time.sleep(float(sys.argv[1]))
     see(self, *args)
 Meter.see = slowly
@@ -162,7 +163,7 @@ def test_signal_stops_after_the_step(
     number: signal.Signals, code: int, whole: Path, recipe: Path, train: Callable[..., int], tmp_path: Path
 ) -> None:
     folder, marker = tmp_path / "run", tmp_path / "training"
-    process = _start("0.5", marker, words(recipe, folder))
+    process = start_slowly("0.5", marker, words(recipe, folder))
     os.killpg(process.pid, number)  # the data workers get it too, as from a terminal or a job scheduler
     told = process.communicate(timeout=60)[1]
     assert process.returncode == code, told
@@ -179,7 +180,7 @@ def test_signal_stops_after_the_step(
 
 def test_second_interrupt_stops_at_once(recipe: Path, tmp_path: Path) -> None:
     folder, marker = tmp_path / "run", tmp_path / "training"
-    process = _start("600", marker, words(recipe, folder))
+    process = start_slowly("600", marker, words(recipe, folder))
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None, "the first one waits for the step"
@@ -190,8 +191,8 @@ def test_second_interrupt_stops_at_once(recipe: Path, tmp_path: Path) -> None:
     assert not list(folder.glob("checkpoint-*"))
 
 
-def _start(seconds: str, marker: Path, words: list[str]) -> "subprocess.Popen[str]":
-    """Start a process with slow steps, and wait for the first of them."""
+def start_slowly(seconds: str, marker: Path, words: list[str], after: int = 1) -> "subprocess.Popen[str]":
+    """Start a process with slow steps, and wait until so many of them have begun."""
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW_STEPS, seconds, str(marker), *words],
         stdout=subprocess.DEVNULL,
@@ -200,7 +201,7 @@ def _start(seconds: str, marker: Path, words: list[str]) -> "subprocess.Popen[st
         start_new_session=True,
     )
     deadline = time.monotonic() + 120
-    while not marker.exists():
+    while not marker.exists() or marker.stat().st_size < after:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.05)

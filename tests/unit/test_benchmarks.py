@@ -33,6 +33,8 @@ def script(name: str) -> ModuleType:
         ("bf16_training", ["--seeds", "1"]),
         ("moment_codes", []),
         ("dst_stability", ["--parts", "late"]),
+        ("sparse_memory", []),
+        ("sparse_throughput", []),
     ],
 )
 def test_every_script_runs_saves_and_makes_its_tables(name: str, arguments: list[str], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from pumice import methods
 from pumice.errors import UserError
-from pumice.methods import AdamWOptions, Method, SinkGDOptions
+from pumice.methods import AdamWOptions, Method, SinkGDOptions, SparseSinkGDOptions
 from pumice.optim import SinkGD
 
 
@@ -55,6 +55,9 @@ def test_options_are_those_of_sinkgd() -> None:
     theirs = {name: parameter.default for name, parameter in taken.items()}
     for name in ("params", "model", "options", "lr", "weight_decay", "maximize"):  # another's, or not for training
         theirs.pop(name, None)
+    sparse = {field.name: field.default for field in dataclasses.fields(SparseSinkGDOptions)}
+    for name in ("warmup_steps", "density_scaling"):  # of packed values
+        assert theirs.pop(name) == sparse[name]
     ours = {field.name: field.default for field in dataclasses.fields(SinkGDOptions)}
     assert ours.keys() == theirs.keys()
     left_to_it = {name for name, default in ours.items() if default is None}

@@ -75,7 +75,11 @@ class TopologyCallback(TrainerCallback, ExportableState):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tick."""
         losses, self._losses = self._losses, []
-        if self.monitor is not None and not getattr(kwargs["optimizer"], "step_was_skipped", False):
+        if self.monitor is None:
+            return
+        if getattr(kwargs["optimizer"], "step_was_skipped", False):
+            self.monitor.topology.skip()
+        else:
             loss = float(sum(losses)) if losses else None
             self._finished = self.monitor.step(kwargs["optimizer"], loss)
 
@@ -84,8 +88,8 @@ class TopologyCallback(TrainerCallback, ExportableState):
         self._report(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report the last update."""
-        if self.monitor is not None:
+        """Report the last update, unless the run was stopped: who continues it will."""
+        if self.monitor is not None and state.global_step >= state.max_steps:
             self._finished = self.monitor.finish()
             self._report(state)
 

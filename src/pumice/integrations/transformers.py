@@ -105,8 +105,8 @@ def prepare_model(method: str, model: nn.Module, args: Any, **options: Any) -> t
             )
     if (topology := chosen.topology) is None:
         return model, []
-    if args.max_steps > 0:
-        topology(model, settings, args.max_steps, args.seed)  # so that what it refuses is refused now
+    # What a topology refuses is refused now; if the length of the run is not known yet, as for a long one.
+    topology(model, settings, args.max_steps if args.max_steps > 0 else sys.maxsize, args.seed)
     return model, [TopologyCallback(lambda model, total_steps: topology(model, settings, total_steps, args.seed))]
 
 

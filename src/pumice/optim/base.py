@@ -4,7 +4,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count, islice
+from itertools import islice
 from typing import Any, overload
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pumice.optim.batch import Batch, Member, apply_all, batches, measure_all, remeasure_all
+from pumice.optim.batch import DENSITY_EXPONENTS, Batch, Member, apply_all, batches, measure_all, remeasure_all
 from pumice.optim.compiling import compiler_works
 from pumice.optim.sharding import any_rank, to_local
+from pumice.sparse.linear import BlockSparseLinear
 
 COMPILE_FROM = 1 << 23  # parameters: below, compiling takes longer than it saves
 
@@ -63,6 +64,7 @@ class MatrixOptimizer(Optimizer):
         self.nonfinite = nonfinite
         self.compile = compile
         self.skipped: dict[str, int] = {}
+        self._layers: dict[int, BlockSparseLinear] = {}  # by position: parameters are swapped when they are sharded
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -79,6 +81,17 @@ class MatrixOptimizer(Optimizer):
         check_whole("seed", group["seed"], 0)
         for name in ("stochastic_rounding", "maximize"):
             check_flag(name, group[name])
+        check_whole("warmup_steps", group["warmup_steps"], 0)
+        if group["density_scaling"] not in DENSITY_EXPONENTS:
+            raise ValueError(f"density_scaling must be 'sqrt', 'linear' or 'none', got {group['density_scaling']!r}")
+
+    def _check_layers(self, group: dict[str, Any], layers: list[BlockSparseLinear]) -> None:
+        """Raise ValueError if ``layers`` cannot be those of a group."""
+        if layers and len(layers) != len(group["params"]):
+            raise ValueError(f"a group of {len(group['params'])} parameters needs as many layers, got {len(layers)}")
+
+    def _forget(self, state: dict[str, Any], slots: Tensor) -> None:
+        """Set the state of slots that have got another block to what it is at the start."""
 
     def _check_parameter(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Raise ValueError or TypeError if ``parameter`` of ``group`` cannot be trained."""
@@ -90,15 +103,25 @@ class MatrixOptimizer(Optimizer):
         """Create the state that ``member`` lacks and return the kind of its update."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, its options and parameters checked."""
+        """Add a group as torch does, its options and parameters checked.
+
+        Args:
+            param_group: Parameters and their options; for packed values also ``layers``, the
+                :class:`pumice.sparse.BlockSparseLinear` of each, in the same order.
+        """
+        param_group = dict(param_group)
+        layers = list(param_group.pop("layers", []))
+        first = sum(len(group["params"]) for group in self.param_groups)
         self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
+            self._check_layers(self.param_groups[-1], layers)
             for parameter in self.param_groups[-1]["params"]:
                 self._check_parameter(parameter, self.param_groups[-1])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        self._layers.update(enumerate(layers, first))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -107,7 +130,12 @@ class MatrixOptimizer(Optimizer):
                 group.setdefault(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"nonfinite": self.nonfinite, "compile": self.compile, "skipped": dict(self.skipped)}
+        own = {
+            "nonfinite": self.nonfinite,
+            "compile": self.compile,
+            "skipped": dict(self.skipped),
+            "_layers": self._layers,
+        }
         return {**super().__getstate__(), **own}
 
     @overload
@@ -138,21 +166,34 @@ class MatrixOptimizer(Optimizer):
             self._update(present)
         return loss
 
+    @torch.no_grad()
+    def make_state(self) -> None:
+        """Create the state that parameters lack, without an update; also on the meta device, to know its size."""
+        for member in self._members():
+            self._prepare(member)
+
     def _members(self) -> Iterator[Member]:
         """Yield every parameter that can train, with or without a gradient: each gets state, as checkpoints expect."""
-        numbers = count()
+        for number, (name, parameter, group) in enumerate(self._named()):
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"{type(self).__name__} needs dense gradients, got a sparse one for {name}; "
+                    "set sparse=False where the module is made"
+                )
+            if parameter.requires_grad:
+                state, layer = self.state[parameter], self._layers.get(number)
+                state.setdefault("step", torch.zeros((), dtype=torch.float32))
+                if layer is not None and "lag" not in state:  # to new state, all blocks are of one age
+                    oldest = 0.0 if layer.birth.is_meta else float(layer.birth.max())
+                    state["lag"] = torch.tensor(oldest, dtype=torch.float32)
+                yield Member(parameter, group, state, name, number, group.get("transposed", False), layer)
+
+    def _named(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """Yield every parameter with its name, for messages, and its group."""
         for index, group in enumerate(self.param_groups):
             names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
             for name, parameter in zip(names, group["params"], strict=True):
-                number = next(numbers)
-                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                    raise ValueError(
-                        f"{type(self).__name__} needs dense gradients, got a sparse one for {name}; "
-                        "set sparse=False where the module is made"
-                    )
-                if parameter.requires_grad:
-                    transposed = group.get("transposed", False)
-                    yield Member(parameter, group, self.state[parameter], name, number, transposed)
+                yield name, parameter, group
 
     def _only_makes_state(self, members: list[Member]) -> bool:
         """Recognise the step with zero gradients and lr 0 by which torch.distributed.checkpoint creates state."""
@@ -203,11 +244,38 @@ class MatrixOptimizer(Optimizer):
             warnings.warn(f"{message}: its update is skipped", stacklevel=5)
         return [batch for batch in singles if batch not in unfit]
 
+    @torch.no_grad()
+    def reset_slots(self, parameter: Tensor, slots: Tensor) -> None:
+        """Forget the state of slots that have got another block; a topology calls it when it changes.
+
+        Args:
+            parameter: ``values`` of a layer, as it stands in a parameter group.
+            slots: int64: numbers of slots of the whole parameter, whose births in the layer are set already.
+
+        Raises:
+            ValueError: the optimizer does not know the layer of ``parameter``.
+        """
+        every = (one for group in self.param_groups for one in group["params"])
+        layer = next((self._layers.get(i) for i, one in enumerate(every) if one is parameter), None)
+        if layer is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} does not know the layer of these values; make it with {name}.from_model(model, lr)"
+            )
+        state = self.state.get(parameter, {})
+        if state and slots.numel():
+            self._forget(state, slots)
+            state["lag"].fill_(int(layer.birth[slots[0]]) - int(state["step"]))
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned; unlike torch's, state keeps the dtype that it was saved in."""
+        """Load what ``state_dict`` returned; unlike torch's, state keeps the dtype that it was saved in.
+
+        Raises:
+            ValueError: It comes from other parameters; nothing has changed.
+        """
         given: dict[str, Any] = {}  # after other hooks have changed it
         hooks = [
-            self.register_load_state_dict_pre_hook(lambda _, final: given.update(final)),
+            self.register_load_state_dict_pre_hook(lambda _, final: given.update(self._fitting(final))),
             self.register_load_state_dict_post_hook(lambda _: self._restore(given), prepend=True),
         ]
         try:
@@ -215,6 +283,18 @@ class MatrixOptimizer(Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state_dict``, of which torch checks no shapes, or raise ValueError."""
+        saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
+        for saved_id, (name, parameter, _) in zip(saved_ids, self._named(), strict=False):  # torch compares the counts
+            moment = state_dict["state"].get(saved_id, {}).get("exp_avg")
+            if moment is not None and to_local(moment).shape != to_local(parameter).shape:
+                raise ValueError(
+                    f"the state to load has moments of shape {tuple(moment.shape)} for {name}, whose shape is "
+                    f"{tuple(parameter.shape)}; load it into an optimizer of the same model, sparse in the same way"
+                )
+        return state_dict
 
     @torch.no_grad()
     def _restore(self, state_dict: dict[str, Any]) -> None:

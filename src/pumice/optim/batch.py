@@ -22,12 +22,15 @@ from pumice.optim.compiling import call_compiled
 from pumice.optim.rounding import stream_key, uniforms
 from pumice.optim.sharding import align_gradient, global_indices, to_local
 from pumice.sparse.linear import BlockSparseLinear
+from pumice.sparse.sharding import local_slots
 
 STACK_BYTES = 1 << 20  # equal tensors smaller than this share one call
 COMPILED_STACK_BYTES = 1 << 16  # likewise if it is compiled: a larger one is faster where it lies, in the cache
 _STACK_LIMIT = 32 << 20  # bytes of one stack
 _JOINT_CALLS = 4  # more save little, and compile for longer
 _JOINT_ELEMENTS = 1 << 20  # beyond, entering compiled code is a small part of a call, and scratch of four is not
+
+DENSITY_EXPONENTS = {"sqrt": -0.5, "linear": -1.0, "none": 0.0}
 
 
 @dataclass
@@ -71,6 +74,26 @@ class Member:
     def packed(self) -> bool:
         """Whether the parameter is (slots, block rows, block cols)."""
         return self.layer is not None
+
+    @property
+    def ages(self) -> Tensor:
+        """Updates that the block of each local slot has seen, the coming one included: float32 (slots,)."""
+        assert self.layer is not None
+        birth = self.layer.birth[local_slots(self.parameter)]
+        ages = self.step + int(self.state["lag"]) - birth
+        return torch.where(birth > 0, ages, self.step).clamp(1, self.step).float()  # no older than its state
+
+    @property
+    def ramp(self) -> Tensor:
+        """Factors min(1, age / W) on the rates of local slots: float32 (slots,), or (1,) if all are 1."""
+        warmup = self.group["warmup_steps"]
+        return (self.ages / warmup).clamp(max=1.0) if warmup else torch.ones(1, device=self.weight.device)
+
+    @property
+    def density_factor(self) -> float:
+        """Factor on the learning rate for the density of the layer."""
+        assert self.layer is not None
+        return float(self.layer.density ** DENSITY_EXPONENTS[self.group["density_scaling"]])
 
     @property
     def width(self) -> int:

@@ -22,7 +22,8 @@ if it fits any of the places that use it: a head tied to an embedding is an embe
 9.  fused experts → SinkGD, each expert a matrix of its own. A module holds fused experts if transformers marks it
     with ``is_transposed``, or if its class name contains "Expert" and its parameters have three dimensions. Without
     the mark they are taken as [E, out, in] unless their shapes rule it out. A matrix [E, out] beside them is a bias
-10. anything else with two or more dimensions, like Mamba's ``A_log``, class tokens, position tables and LoRA on
+10. packed values of block-sparse layers → SinkGD, as the matrix [out, in] that they are blocks of
+11. anything else with two or more dimensions, like Mamba's ``A_log``, class tokens, position tables and LoRA on
     embeddings: a bare parameter does not say which axis is its input, or whether it has one → AdamW
 
 Nothing made here outlives the call but the groups themselves, whose ``params`` are ordinary entries that FSDP2 may
@@ -39,6 +40,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from pumice.errors import UserError, nearest
 from pumice.optim.table import Routing, Row, Rule
+from pumice.sparse.linear import BlockSparseLinear
 
 _RULES: tuple[Rule, ...] = ("sinkgd", "adamw")
 
@@ -64,8 +66,9 @@ def param_groups(
 
     Returns:
         Groups, none empty: balanced, balanced and stored as [in, out], embeddings and heads if they are balanced,
-        AdamW, AdamW without decay. Each has ``params`` (list of (name, parameter)), ``rule``, ``transposed`` (True: the
-        input dimension is the second last axis; False: the last) and ``weight_decay``.
+        packed values of block-sparse layers (with ``layers``), AdamW, AdamW without decay. Each has ``params`` (list of
+        (name, parameter)), ``rule``, ``transposed`` (True: the input dimension is the second last axis; False: the
+        last) and ``weight_decay``.
 
     Raises:
         UserError: An override is not a regular expression, matches no parameter, names an unknown rule, or balances a
@@ -75,15 +78,20 @@ def param_groups(
     """
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise UserError(f"weight_decay must be finite and not negative, got {weight_decay}")
-    groups: dict[tuple[bool, bool, bool, bool], dict[str, Any]] = {}
-    for parameter, row in _assign(model, overrides, embeddings is not None):
+    groups: dict[tuple[bool, bool, bool, bool, bool], dict[str, Any]] = {}
+    assigned = _assign(model, overrides, embeddings is not None)
+    packed = {id(module.values): module for module in model.modules() if isinstance(module, BlockSparseLinear)}
+    for parameter, row in assigned:
         if row.rule == "frozen":
             continue
         own = embeddings if row.embedding and row.rule == "sinkgd" else None
-        key = (row.rule == "adamw", own is not None, row.transposed, not row.decays)
+        layer = packed.get(id(parameter)) if row.rule == "sinkgd" else None
+        key = (row.rule == "adamw", layer is not None, own is not None, row.transposed, not row.decays)
         group = groups.setdefault(key, {"params": [], "rule": row.rule, "transposed": row.transposed, **(own or {})})
         group.setdefault("weight_decay", weight_decay if row.decays else 0.0)
         group["params"].append((row.name, parameter))
+        if layer is not None:
+            group.setdefault("layers", []).append(layer)
     return [groups[key] for key in sorted(groups)]
 
 
@@ -294,7 +302,7 @@ def _expert_count(name: str, module: nn.Module) -> int:
     return next((int(p.shape[0]) for p in _fused(module)), 0)
 
 
-# --- lines 1 and 5 to 10: what a module says of its own parameters -------------------------------------------------
+# --- lines 1 and 5 to 11: what a module says of its own parameters -------------------------------------------------
 
 
 def _route(parameter: nn.Parameter, places: list[_Use], special: str) -> _Route:
@@ -303,11 +311,17 @@ def _route(parameter: nn.Parameter, places: list[_Use], special: str) -> _Route:
         return _Route("adamw", "fewer than two dimensions", decays=False)
     if special:
         return _Route("adamw", special)
-    for line in (_bias, _convolution, _single, _linear, _expert):
+    for line in (_packed, _bias, _convolution, _single, _linear, _expert):
         for use in places:
             if route := line(parameter, use):
                 return route
     return _Route("adamw", f"bare parameter of {_class(places[0].module)}: input axis unknown")
+
+
+def _packed(parameter: nn.Parameter, use: _Use) -> _Route | None:
+    if not isinstance(use.module, BlockSparseLinear) or use.attribute != "values":
+        return None
+    return _Route("sinkgd", "packed blocks of BlockSparseLinear, balanced as the matrix that they are part of")
 
 
 def _bias(parameter: nn.Parameter, use: _Use) -> _Route | None:

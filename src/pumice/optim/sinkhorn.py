@@ -137,7 +137,7 @@ def iterate(
     gradient: Tensor,
     c: Tensor,
     rows: int | Tensor,
-    cols: int,
+    cols: int | Tensor,
     iterations: int,
     row_unit: Tensor | None = None,
     col_unit: Tensor | None = None,
@@ -146,6 +146,7 @@ def iterate(
     col_pass: Pass = col_pass,
     sum_over_cols: Callable[[Tensor], Tensor] = _unchanged,
     sum_over_rows: Callable[[Tensor], Tensor] = _unchanged,
+    mean_over_cols: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do ``iterations`` of SR-Sinkhorn, starting from ``c``.
 
@@ -154,8 +155,8 @@ def iterate(
     Args:
         gradient: (..., m, n), any floating dtype; the local part if it is sharded.
         c: (..., n), in the accumulation dtype: start, see :func:`bounded`.
-        rows: m of the whole matrix, or (..., 1) the number of rows to keep.
-        cols: n of the whole matrix.
+        rows: m of the whole matrix, (..., 1) the number of rows to keep, or (..., n) the entries of each column.
+        cols: n of the whole matrix, or (..., m) the entries of each row.
         iterations: L, at least 1.
         row_unit: (..., m), in the accumulation dtype: see :func:`units`; None stands for ones.
         col_unit: (..., n), given if ``row_unit`` is.
@@ -164,6 +165,8 @@ def iterate(
         col_pass: sums over rows, local part.
         sum_over_cols: completes sums over columns where the columns are sharded.
         sum_over_rows: completes sums over rows where the rows are sharded.
+        mean_over_cols: mean of a vector (..., n) over the whole matrix's columns, (..., 1); None: by ``sum_over_cols``
+            and ``cols``.
 
     Returns:
         r (..., m); c (..., n); and a flag (...) if they are not to be used: G is not finite or, without units, a square
@@ -181,7 +184,10 @@ def iterate(
             new = new * unit
         return torch.where(sums > 0, new.clamp(max=largest_scale(c.dtype)), scale), ~fit
 
-    mean_exponent = sum_over_cols(c.log2().sum(-1, keepdim=True)) / cols
+    if mean_over_cols is None:
+        mean_exponent = sum_over_cols(c.log2().sum(-1, keepdim=True)) / cols
+    else:
+        mean_exponent = mean_over_cols(c.log2())
     recentre = torch.where(mean_exponent.abs() > _MAX_DRIFT, torch.exp2(-mean_exponent.round()), 1.0)
     r = c.new_ones(gradient.shape[:-1]) if row_unit is None else row_unit
     flags = torch.zeros(gradient.shape[:-2], dtype=torch.bool, device=gradient.device)
@@ -216,10 +222,14 @@ def units(gradient: Tensor, c: Tensor, sum_over_cols: Callable[[Tensor], Tensor]
     for index in row_slices(gradient):
         weights = cols_of(c, index).to(torch.float64).unsqueeze(-2)
         sizes[index] = (rows_of(gradient, index).to(torch.float64).abs() * weights).sum(-1)
-    sizes = sum_over_cols(sizes)
-    largest = largest_scale(c.dtype)
+    return powers(sum_over_cols(sizes), c.dtype)
+
+
+def powers(sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the powers of two that bring ``sizes`` into [1/2, 1), as ``dtype``; 1 where that is not possible."""
+    largest = largest_scale(dtype)
     unit = torch.ldexp(torch.ones_like(sizes), -torch.frexp(sizes)[1]).clamp(1 / largest, largest)
-    return torch.where((sizes > 0) & sizes.isfinite(), unit, 1.0).to(c.dtype)
+    return torch.where((sizes > 0) & sizes.isfinite(), unit, 1.0).to(dtype)
 
 
 def scale_vectors(gradient: Tensor, iterations: int = 1, c: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -11,25 +11,23 @@ warm-up: with AdamW's global count of updates the first one would be (1−β1)/�
 betas. The ramp is an explicit warm-up; it multiplies the learning rate and is not folded into m. x is −1/2, −1 or 0.
 
 The age is read from the ``birth`` of the layer's slots, in which the topology notes its clock. A parameter's own count
-of updates may differ from that clock (a layer without gradient does not count, and a topology may be newer than the
-optimizer), so the difference is part of the parameter's state as ``lag``.
+of updates may differ from that clock (a layer without gradient does not count, and a topology may be newer or older
+than the optimizer), so the difference, as it was when blocks last grew, is part of the parameter's state as ``lag``. No
+block is older than the parameter's moments.
 """
 
 import math
 import warnings
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from pumice.optim.adamw import AdamW8bitBatch, AdamWBatch, moment
-from pumice.optim.base import MatrixOptimizer, check_whole
+from pumice.optim.base import MatrixOptimizer
 from pumice.optim.batch import Batch, Member
 from pumice.optim.quantised import zero_code
 from pumice.sparse.linear import BlockSparseLinear
-from pumice.sparse.sharding import fill_slots, local_slots
-
-DENSITY_EXPONENTS = {"sqrt": -0.5, "linear": -1.0, "none": 0.0}
+from pumice.sparse.sharding import fill_slots
 
 
 class PackedBatch(AdamWBatch):
@@ -37,23 +35,15 @@ class PackedBatch(AdamWBatch):
 
     stackable = False
 
-    @property
-    def _layer(self) -> BlockSparseLinear:
-        (member,) = self.members
-        assert member.layer is not None
-        return member.layer
-
     def _rates(self, lr: float, beta1: float, beta2: float) -> list[float]:
+        (member,) = self.members
         warmup = self.group["warmup_steps"]
-        factor = self._layer.density ** DENSITY_EXPONENTS[self.group["density_scaling"]]
         logs = [math.log(beta) if beta else -math.inf for beta in (beta1, beta2)]
-        return [lr * factor, *logs, 1 / warmup if warmup else math.inf]
+        return [lr * member.density_factor, *logs, 1 / warmup if warmup else math.inf]
 
     def _ages(self) -> Tensor:
         (member,) = self.members
-        birth = self._layer.birth[local_slots(member.parameter)]
-        lag = int(member.state["lag"])
-        return torch.where(birth > 0, member.step + lag - birth, member.step).clamp(min=1).float()
+        return member.ages
 
 
 class Packed8bitBatch(PackedBatch, AdamW8bitBatch):
@@ -123,15 +113,7 @@ class SMET(MatrixOptimizer):
             "maximize": maximize,
             "rule": "adamw",
         }
-        self._layers: dict[int, BlockSparseLinear] = {}  # by position: parameters are swapped when they are sharded
         super().__init__(params, defaults, nonfinite=nonfinite, compile=compile)
-        unknown = sum(p.ndim == 3 for g in self.param_groups if g["rule"] != "smet" for p in g["params"])
-        if unknown:
-            warnings.warn(
-                f"SMET does not know the layers of {unknown} parameters of three dimensions and trains them by AdamW; "
-                "if they are values of block-sparse layers, use SMET.from_model(model, lr)",
-                stacklevel=2,
-            )
 
     @classmethod
     def from_model(cls, model: nn.Module, lr: float | Tensor = 1e-3, **options: Any) -> Self:
@@ -156,38 +138,30 @@ class SMET(MatrixOptimizer):
         return cls([group for group in groups if group["params"]], lr, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, its options and parameters checked."""
-        param_group = dict(param_group)
-        layers = list(param_group.pop("layers", []))
-        first = sum(len(group["params"]) for group in self.param_groups)
+        """Add a group as torch does, its options, parameters and layers checked."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if (group["rule"] == "smet") != bool(layers) or (layers and len(layers) != len(group["params"])):
-            self.param_groups.pop()
-            raise ValueError(
-                f"a group with rule 'smet' must name a layer for each of its {len(group['params'])} parameters, "
-                f"got {len(layers)} layers with rule '{group['rule']}'; SMET.from_model makes such groups"
+        if "rule" not in param_group and (unknown := sum(p.ndim == 3 for p in self.param_groups[-1]["params"])):
+            warnings.warn(
+                f"SMET does not know the layers of {unknown} parameters of three dimensions and trains them by AdamW; "
+                "if they are values of block-sparse layers, use SMET.from_model(model, lr)",
+                stacklevel=4,
             )
-        self._layers.update(enumerate(layers, first))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_layers": self._layers}
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        check_whole("warmup_steps", group["warmup_steps"], 0)
-        if group["density_scaling"] not in DENSITY_EXPONENTS:
-            raise ValueError(f"density_scaling must be 'sqrt', 'linear' or 'none', got {group['density_scaling']!r}")
         if group["rule"] not in ("smet", "adamw"):
             raise ValueError(f"rule must be 'smet' or 'adamw', got {group['rule']!r}")
 
+    def _check_layers(self, group: dict[str, Any], layers: list[BlockSparseLinear]) -> None:
+        super()._check_layers(group, layers)
+        if (group["rule"] == "smet") != bool(layers):
+            raise ValueError(
+                f"a group has layers if and only if its rule is 'smet', got {len(layers)} layers with rule "
+                f"'{group['rule']}'; SMET.from_model makes such groups"
+            )
+
     def _prepare(self, member: Member) -> type[Batch]:
         state, parameter = member.state, member.parameter
-        member.layer = self._layers.get(member.number)
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-        if member.packed and "lag" not in state:
-            state["lag"] = torch.zeros((), dtype=torch.float32)
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             if key not in state:
                 state.update(moment(parameter, key, member.group["state_bits"], signed, member.packed))
@@ -195,27 +169,9 @@ class SMET(MatrixOptimizer):
             return Packed8bitBatch if member.packed else AdamW8bitBatch
         return PackedBatch if member.packed else AdamWBatch
 
-    @torch.no_grad()
-    def reset_slots(self, parameter: Tensor, slots: Tensor) -> None:
-        """Forget the moments of slots that have got another block; a topology calls it when it changes.
-
-        Args:
-            parameter: ``values`` of a layer, as it stands in a parameter group.
-            slots: int64: numbers of slots of the whole parameter, whose births in the layer are set already.
-
-        Raises:
-            ValueError: the optimizer does not know the layer of ``parameter``.
-        """
-        members = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        layer = self._layers.get(members.get(id(parameter), -1))
-        if layer is None:
-            raise ValueError("SMET does not know the layer of these values; make it with SMET.from_model(model, lr)")
-        state = self.state.get(parameter, {})
-        if not state or not slots.numel():
-            return
+    def _forget(self, state: dict[str, Any], slots: Tensor) -> None:
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             quantised = f"{key}_scale" in state
             fill_slots(state[key], slots, zero_code(signed) if quantised else 0)
             if quantised:
                 fill_slots(state[f"{key}_scale"], slots)
-        state["lag"].fill_(int(layer.birth[slots[0]]) - int(state["step"]))

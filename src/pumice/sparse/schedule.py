@@ -17,8 +17,8 @@ class Schedule:
         total_steps: Optimizer steps of the run.
         drop_fraction: Share of active blocks to drop at ``start``, in [0, 1].
         final_drop_fraction: The same at ``stop``; in between it follows half a cosine wave (arXiv 1911.11134).
-        start: First step at which an update may fall: a step (int), or a fraction of the run (float).
-        stop: Last step at which an update may fall: a step (int), or a fraction of the run (float).
+        start: First step at which an update may fall: a fraction of the run if at most 1, else a whole step.
+        stop: Last step at which an update may fall: a fraction of the run if at most 1, else a whole step.
         final_share: Share of each layer's slots that hold an active block at ``stop``, in (0, 1]; it falls from 1 at
             ``start`` with the cube of the time left (arXiv 1710.01878). Slots that hold none remain as padding.
 
@@ -50,7 +50,7 @@ class Schedule:
             raise UserError(f"final_share must be in (0, 1], got {self.final_share}")
         for name in ("start", "stop"):
             value = getattr(self, name)
-            if not 0 <= value <= (1 if isinstance(value, float) else math.inf):
+            if not (0 <= value <= 1 or (value > 1 and value == int(value))):
                 raise UserError(f"{name} must be a fraction of the run in [0, 1] or a whole step, got {value}")
         if self.stop_step <= self.start_step:
             raise UserError(
@@ -69,7 +69,7 @@ class Schedule:
         return self._step(self.stop)
 
     def _step(self, moment: float) -> int:
-        return round(moment * self.total_steps) if isinstance(moment, float) else moment
+        return round(moment * self.total_steps) if moment <= 1 else int(moment)
 
     @property
     def updates(self) -> int:

@@ -113,9 +113,9 @@ class Topology:
             step (a layer without any gradient in it is left as it is); ``"static"``: no updates at all.
         grace: For how many updates after its birth a grown block cannot be dropped. Blocks that were there at the start
             have none.
-        stop: Last step for updates: a step (int), or a fraction of the run (float).
+        stop: Last step for updates: a fraction of the run if at most 1, else a whole step.
         total_steps: Optimizer steps of the run.
-        start: First step for updates: a step (int), or a fraction of the run (float).
+        start: First step for updates: a fraction of the run if at most 1, else a whole step.
         final_drop_fraction: Share to swap in an update at ``stop``.
         final_share: Share of each layer's slots that still hold a block at ``stop``; see :class:`Schedule`.
         seed: Of random growth.
@@ -177,6 +177,9 @@ class Topology:
         Returns:
             What changed; None if it was not time.
         """
+        if not self.steps:  # births by the clock of an earlier topology say nothing on this one
+            for layer in self.layers.values():
+                layer.birth.zero_()
         self.steps += 1
         update = None
         if self._due(self.steps):
@@ -187,6 +190,10 @@ class Topology:
             update = Update(self.steps, self.updates, self.grace, changes)
         self._record_if_due()
         return update
+
+    def skip(self) -> None:
+        """Forget the gradients of a step that the optimizer did not take, as when a gradient scaler skips it."""
+        self._record_if_due()
 
     def state_dict(self) -> dict[str, Any]:
         """Clock and numbers of blocks grown, which JSON can hold; the rest is in the model's state_dict."""

@@ -12,6 +12,8 @@ import re
 import shutil
 from pathlib import Path
 
+from safetensors import safe_open
+from torch import nn
 from transformers.trainer_callback import TrainerState
 
 from pumice.errors import UserError
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _STATE = "trainer_state.json"
+_WEIGHTS = "model.safetensors"
 
 
 def unseal(folder: Path) -> None:
@@ -116,6 +119,25 @@ def resolve(path: Path) -> Path:
     if wrong := flaw(path):
         raise UserError(f"--resume {path}: the checkpoint is not whole: {wrong}")
     return path
+
+
+def check_weights(checkpoint: Path, model: nn.Module) -> None:
+    """Check that the weights of a checkpoint are those of a model, of which Trainer would load what it can.
+
+    Raises:
+        UserError: There is a tensor that the model has in another shape or not at all.
+    """
+    if not (checkpoint / _WEIGHTS).is_file():  # in several files, which are not written by a run of one process
+        return
+    own = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    with safe_open(checkpoint / _WEIGHTS, "pt") as weights:
+        for name in weights.keys():  # noqa: SIM118
+            shape = weights.get_slice(name).get_shape()
+            if own.get(name) != shape:
+                raise UserError(
+                    f"cannot resume from {checkpoint}: its '{name}' is {shape}, but in the model of this recipe it is "
+                    f"{own.get(name, 'missing')}; continue it with its own recipe"
+                )
 
 
 def state_of(checkpoint: Path) -> TrainerState:

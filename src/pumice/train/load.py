@@ -16,6 +16,7 @@ from pumice import methods
 from pumice.errors import UserError, nearest
 from pumice.integrations.transformers import TRAINERS_OWN, settle
 from pumice.train.arguments import DEFAULTS, ELSEWHERE
+from pumice.train.model import presets
 from pumice.train.recipe import DataConfig, Recipe
 
 _RECIPES = resources.files("pumice") / "recipes"
@@ -258,11 +259,15 @@ def _resolve(recipe: Recipe, name: str) -> Recipe:
     data, tokenizer = recipe.data, recipe.tokenizer
     if data.path != DataConfig().path and (path := Path(data.path).expanduser()).exists():
         data = dataclasses.replace(data, path=str(path.resolve()))
-    if tokenizer.path is not None:
-        tokenizer = dataclasses.replace(tokenizer, path=str(Path(tokenizer.path).expanduser().resolve()))
+    if tokenizer.path is not None and (path := Path(tokenizer.path).expanduser()).exists():
+        tokenizer = dataclasses.replace(tokenizer, path=str(path.resolve()))
+    model = recipe.model
+    if model.name not in presets() and (path := Path(model.name).expanduser()).exists():
+        model = dataclasses.replace(model, name=str(path.resolve()))
     folder = Path(recipe.output.dir or f"runs/{name}").expanduser().resolve()
     return dataclasses.replace(
         recipe,
+        model=model,
         data=data,
         tokenizer=tokenizer,
         method=dataclasses.replace(recipe.method, options=options),

@@ -9,11 +9,11 @@ from pumice.train.arguments import TrainerConfig
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model preset and what to set otherwise.
+    """Which model to train, and what to set otherwise.
 
     Args:
-        name: Name of a bundled preset.
-        config: Fields of the model's configuration class.
+        name: A bundled preset or a config.json, for new weights; or the folder or hub name of a pretrained model.
+        config: Fields of the model's configuration class; of a pretrained model mostly dtype (float32 unless set).
     """
 
     name: str = "llama-quickstart"
@@ -56,7 +56,8 @@ class TokenizerConfig:
     """Where the tokenizer comes from.
 
     Args:
-        path: A folder or tokenizer.json; if none, a byte-level BPE is trained on the training part.
+        path: A folder, hub name or tokenizer.json; if none, that of a pretrained model, and for new weights a
+            byte-level BPE is trained on the training part.
         vocab_size: Size of the vocabulary to train; if none, the model's.
     """
 

@@ -36,7 +36,7 @@ from pumice.train.data import load_documents, pack
 from pumice.train.evaluation import sequence_losses, token_average
 from pumice.train.folder import RunFolder
 from pumice.train.meter import Meter
-from pumice.train.model import build_config, build_model, check_seq_len
+from pumice.train.model import build_config, build_model, check_seq_len, is_pretrained
 from pumice.train.recipe import Recipe
 from pumice.train.signals import StopOnSignal
 from pumice.train.tokenizer import build_tokenizer
@@ -126,10 +126,11 @@ def _prepare(recipe: Recipe, args: TrainingArguments, folder: RunFolder, anew: b
         shutil.rmtree(folder.tokenizer, ignore_errors=True)  # of an attempt that never came to train
     documents = load_documents(recipe.data, args.seed)
     vocab_size = build_config(recipe.model).vocab_size
-    tokenizer = build_tokenizer(recipe.tokenizer, documents.train, vocab_size, folder.tokenizer)
+    pretrained = recipe.model.name if is_pretrained(recipe.model) else None
+    tokenizer = build_tokenizer(recipe.tokenizer, documents.train, vocab_size, folder.tokenizer, pretrained)
     train = pack(documents.train, tokenizer, recipe.data.seq_len)
     validation = pack(documents.validation, tokenizer, recipe.data.seq_len, part="validation")
-    model = build_model(build_config(recipe.model, tokenizer), args.seed)
+    model = build_model(build_config(recipe.model, tokenizer), args.seed, pretrained)
     logger.info(
         "%s tokens to train on, %s held out; vocabulary %s; %s with %s weights",
         *(f"{len(part) * recipe.data.seq_len:,}" for part in (train, validation)),

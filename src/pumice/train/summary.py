@@ -143,7 +143,7 @@ def density_map(model: nn.Module, path: Path, layers: int = 28, pixels: int = 64
         picture = active.view(1, 1, layer.grid.grid_rows, layer.grid.grid_cols)
         height, width = (min(pixels, length) for length in picture.shape[2:])
         picture = nn.functional.adaptive_avg_pool2d(picture, (height, width))
-        axes.imshow(picture[0, 0], vmin=0, vmax=1, aspect="auto", cmap="magma")
+        axes.imshow(picture[0, 0].numpy(), vmin=0, vmax=1, aspect="auto", cmap="magma")
         axes.set_title(f"{'.'.join(name.split('.')[-3:])}\n{layer.density:.3f}", fontsize=6)
     figure.savefig(path, dpi=120)
 

@@ -22,7 +22,7 @@ _PIECES_AT_ONCE = 64
 
 
 def build_tokenizer(
-    config: TokenizerConfig, train: datasets.Dataset, vocab_size: int, cache: Path
+    config: TokenizerConfig, train: datasets.Dataset, vocab_size: int, cache: Path, pretrained: str | None = None
 ) -> PreTrainedTokenizerFast:
     """Return the run's tokenizer: the one kept in ``cache``, else a loaded or newly trained one, which is then kept.
 
@@ -31,20 +31,27 @@ def build_tokenizer(
         train: The training documents, one column ``text``; the validation part must not be in it.
         vocab_size: Rows of the model's embedding: the vocabulary may be smaller, not larger.
         cache: Folder that keeps the tokenizer. It appears whole or not at all, so that a killed run leaves no half.
+        pretrained: Folder or hub name of the pretrained model, whose tokenizer is taken if ``config`` has no path.
 
     Raises:
-        UserError: The vocabulary is larger than the model's or too small to train, or the tokenizer cannot be loaded
-            or has no end-of-text token.
+        UserError: The vocabulary is larger than the model's or too small to train, or would be trained anew for a
+            pretrained model, or the tokenizer cannot be loaded or has no end-of-text token.
     """
+    if pretrained is not None and config.vocab_size is not None:
+        raise UserError(
+            "tokenizer.vocab_size would train a new tokenizer, but the weights of a pretrained model know its own"
+        )
     if config.vocab_size is not None and config.vocab_size > vocab_size:
         raise UserError(
             f"tokenizer.vocab_size is {config.vocab_size}, more than the model's vocabulary of {vocab_size}: "
             "lower it or raise model.config.vocab_size"
         )
     if cache.is_dir():
-        tokenizer = load_tokenizer(cache)
+        tokenizer = load_tokenizer(str(cache))
     elif config.path is not None:
-        tokenizer = load_tokenizer(Path(config.path))
+        tokenizer = load_tokenizer(config.path)
+    elif pretrained is not None:
+        tokenizer = load_tokenizer(pretrained)
     else:
         texts = (text for batch in train.iter(batch_size=_PIECES_AT_ONCE) for text in batch["text"])
         tokenizer = train_tokenizer(texts, config.vocab_size or vocab_size)
@@ -92,19 +99,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """Load a tokenizer from a folder in the Hugging Face layout or from a bare ``tokenizer.json``.
+def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
+    """Load a tokenizer: a folder in the Hugging Face layout, a hub name ``owner/model``, or a bare ``tokenizer.json``.
 
     A bare file does not say which token ends a text: the usual names are looked for in its vocabulary.
 
     Raises:
         UserError: Nothing is there, it cannot be read, or it has no end-of-text token.
     """
-    path = path.expanduser()
-    if not path.exists():
-        raise UserError(f"tokenizer.path '{path}' does not exist: expected a folder or a tokenizer.json")
+    path = Path(source).expanduser()
+    on_hub = not path.exists() and source.count("/") == 1 and not source.startswith((".", "~", "/"))
+    if not path.exists() and not on_hub:
+        raise UserError(f"tokenizer.path '{path}' does not exist: expected a folder, a tokenizer.json or a hub name")
     try:
-        if path.is_dir():
+        if on_hub:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        elif path.is_dir():
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         else:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))

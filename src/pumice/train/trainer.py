@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from pumice.errors import UserError
 from pumice.integrations.topology import TopologyCallback
 from pumice.train import checkpoints
 from pumice.train.meter import Meter
@@ -35,6 +36,8 @@ class RunTrainer(Trainer):
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.meter.restore(self.state)
+        if self.topology is not None:
+            self.topology.on_train_begin(self.args, self.state, self.control, model=self.model)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the training loader, shielded from signals."""
@@ -61,6 +64,20 @@ class RunTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the tokens seen and the speed since the last log."""
         super().log(self.meter.complete(logs), *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        assert self.model is not None
+        checkpoints.check_weights(Path(resume_from_checkpoint), self.model)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except ValueError as error:
+            raise UserError(
+                f"cannot resume from {checkpoint}: its optimizer state is that of another method ({error}); continue "
+                "it with its own recipe"
+            ) from error
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run = Path(str(self.args.output_dir))

@@ -457,7 +457,7 @@ def test_state_of_the_clock_fits_into_json():
         ({"grace": -1}, "grace must be a whole number of updates, at least 0, got -1"),
         ({"interval": 0}, "interval must be a whole number"),
         ({"stop": 0.0}, "stop must come after start"),
-        ({"interval": 2, "stop": 1}, "interval=2 has no multiple from step 0 to 1; lower it, or use grow='static'"),
+        ({"interval": 3, "stop": 2}, "interval=3 has no multiple from step 0 to 2; lower it, or use grow='static'"),
     ],
 )
 def test_wrong_settings(options, message):
@@ -475,3 +475,16 @@ def test_copies_do_not_share_ids():
     twin = copy.deepcopy(model)
     train(model, Topology(model, 1, 0.5, total_steps=10), torch.optim.SGD(model.parameters(), lr=0.01), 0, 2)
     assert not torch.equal(model[0].ids, twin[0].ids)
+
+
+def test_gradients_of_a_step_that_was_skipped_are_forgotten():
+    """Block 2 has overflowed in the skipped step; in the one that counts, block 3 has the larger gradient."""
+    model = one_layer([4.0, 4, 1, 1], [0, 1])
+    topology = Topology(model, 1, 0.5, "gradient", total_steps=10)
+    model(torch.tensor([[0, 0, 0, 0, float("inf"), 0, 0, 0]])).sum().backward()
+    topology.skip()
+    model.zero_grad()
+    model(torch.tensor([[0, 0, 0, 0, 1.0, 0, 2.0, 0]])).sum().backward()
+    topology.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    assert model[0].ids.tolist() == [0, 3]
+    assert topology.steps == 1

@@ -30,10 +30,11 @@ def test_share_falls_with_a_cube():
     assert schedule.share_at(60) == schedule.share_at(99) == 0.5
 
 
-def test_a_float_is_a_fraction_and_an_int_a_step():
+def test_up_to_one_is_a_fraction_and_more_is_a_step():
+    """Whether it is an int or a float: YAML and JSON do not keep that apart."""
     assert Schedule(1, 200, start=0.25, stop=100).start_step == 50
-    assert Schedule(1, 200, stop=1).stop_step == 1
-    assert Schedule(1, 200, stop=1.0).stop_step == 200
+    assert Schedule(1, 200, start=2.0, stop=100.0).start_step == 2
+    assert Schedule(1, 200, stop=1).stop_step == Schedule(1, 200, stop=1.0).stop_step == 200
 
 
 @pytest.mark.parametrize(
