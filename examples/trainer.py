@@ -5,9 +5,8 @@ python examples/trainer.py --model FOLDER_OR_NAME --texts FILE.jsonl --output_di
 
 from dataclasses import dataclass
 
+import transformers
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
-from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from pumice.integrations.transformers import ReportOptimizer, optimizer_cls_and_kwargs
 
@@ -18,18 +17,18 @@ class Job:
     texts: str
 
 
-job, args = HfArgumentParser((Job, TrainingArguments)).parse_args_into_dataclasses()
-tokenizer = AutoTokenizer.from_pretrained(job.model)
+job, args = transformers.HfArgumentParser((Job, transformers.TrainingArguments)).parse_args_into_dataclasses()
+tokenizer = transformers.AutoTokenizer.from_pretrained(job.model)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-model = AutoModelForCausalLM.from_pretrained(job.model)
+model = transformers.AutoModelForCausalLM.from_pretrained(job.model)
 texts = load_dataset("json", data_files=job.texts, split="train")
 rows = texts.map(lambda row: tokenizer(row["text"], truncation=True, max_length=512), remove_columns=texts.column_names)
 
-trainer = Trainer(
+trainer = transformers.Trainer(
     model,
     args,
     train_dataset=rows,
-    data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
     optimizer_cls_and_kwargs=optimizer_cls_and_kwargs("sinkgd", args, lr_scale="match_rms_adamw"),
     callbacks=[ReportOptimizer()],
 )

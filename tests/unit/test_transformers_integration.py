@@ -8,6 +8,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from pumice.errors import UserError
+from pumice.integrations.hosts import require
 from pumice.integrations.transformers import OptimizerFactory, ReportOptimizer, describe, optimizer_cls_and_kwargs
 from pumice.optim import SinkGD
 from pumice.train.model import build_config, build_model
@@ -93,3 +94,9 @@ def test_wrong_calls(model: PreTrainedModel) -> None:
         OptimizerFactory()(model, lr=0.1, lr_scal=1)
     with pytest.raises(UserError, match="the optimizer needs lr"):
         OptimizerFactory()(model)
+
+
+def test_a_host_that_is_too_old() -> None:
+    require("transformers", "5.2")
+    with pytest.raises(UserError, match=r"^transformers [\d.]+ is too old for pumice: install transformers>=99$"):
+        require("transformers", "99")

@@ -52,7 +52,7 @@ class PumiceArgs(BaseModel):
     @classmethod
     def check_pumice(cls, data: Any) -> Any:
         """Refuse what cannot work in one sentence."""
-        method, options = chosen(data)
+        method, _ = chosen(data)
         sparse = methods.get(method).prepare is not None
         if ignored := [name for name in _IGNORED if data.get(name) is not None]:
             raise UserError(f"pumice does not follow {ignored[0]}: remove it; the method's options set learning rates")
@@ -63,9 +63,6 @@ class PumiceArgs(BaseModel):
                 f"{method} trains the weights of sparse layers, which adapter: {data['adapter']} freezes: "
                 "remove the adapter, or use optimizer: sinkgd with it"
             )
-        quantised = next((name for name in ("load_in_4bit", "load_in_8bit", "gptq") if data.get(name)), None)
-        if sparse and quantised:
-            raise UserError(f"{method} cannot make a quantised model sparse: remove {quantised}")
         return data
 
 
@@ -92,6 +89,7 @@ def chosen(config: Any) -> tuple[str, dict[str, Any]]:
         raise UserError(f"pumice must be a mapping of method and options, got {section!r}")
     options = dict(section or {})
     method = str(options.pop("method", "sinkgd"))
+    asked_for = methods.get(method)
     if method != "sinkgd" and (optimizer == "sinkgd" or theirs):
         asked = "optimizer: sinkgd" if optimizer == "sinkgd" else next(iter(theirs))
         raise UserError(f"pumice: method is {method}, but {asked} belongs to sinkgd: remove one of them")
@@ -99,7 +97,7 @@ def chosen(config: Any) -> tuple[str, dict[str, Any]]:
         ours = _RENAMED.get(name, name)
         if options.setdefault(ours, value) != value:
             raise UserError(f"{name} is {value}, but pumice: {ours} is {options[ours]}: set one of them")
-    methods.get(method).settings(options)
+    asked_for.settings(options)
     return method, options
 
 
