@@ -84,5 +84,5 @@ pins:
 	rm -rf .venv-pins
 
 clean:
-	rm -rf .venv .venv-ci .venv-pins .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-ci .venv-pins .venv-axolotl .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,5 +18,5 @@ def test_every_example_is_shown_and_short() -> None:
 
 @pytest.mark.parametrize(("name", "lines"), SHOWN, ids=[name for name, _ in SHOWN])
 def test_shown_lines_are_the_examples(name: str, lines: str) -> None:
-    example = (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines.splitlines() if line not in example] == []
+    example = [line.strip() for line in (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()]
+    assert [line for line in lines.splitlines() if line.strip() not in example] == []
