@@ -4,7 +4,8 @@ What it executes of Axolotl: ``cli.config.load_cfg`` (plugins registered, our ar
 classes, validation, normalisation), ``common.datasets.load_datasets``, and ``cli.train.do_train``, which is
 ``train.train`` with ``loaders.ModelLoader.load`` (``post_model_build``), ``core.builders.HFCausalTrainerBuilder.build``
 (``add_callbacks_post_trainer``), ``post_trainer_create``, ``AxolotlTrainer.create_optimizer`` and ``train``,
-checkpoints, resuming, ``post_train`` and ``save_trained_model``. Not executed: anything of CUDA, packing, FSDP2, adapters, RL.
+checkpoints, resuming, ``post_train`` and ``save_trained_model``. Not executed: CUDA, packing, FSDP2,
+adapters, RL.
 """
 
 from collections.abc import Callable

@@ -17,7 +17,7 @@ from pumice.errors import UserError, nearest
 from pumice.integrations.transformers import TRAINERS_OWN, settle
 from pumice.train.arguments import DEFAULTS, ELSEWHERE
 from pumice.train.model import presets
-from pumice.train.recipe import DataConfig, Recipe
+from pumice.train.recipe import DataConfig, Recipe, is_hub_name
 
 _RECIPES = resources.files("pumice") / "recipes"
 
@@ -257,13 +257,15 @@ def _resolve(recipe: Recipe, name: str) -> Recipe:
     options = dataclasses.asdict(method_options(method, own))
     settle(method, recipe.trainer, given | options)
     data, tokenizer = recipe.data, recipe.tokenizer
-    if data.path != DataConfig().path and (path := Path(data.path).expanduser()).exists():
-        data = dataclasses.replace(data, path=str(path.resolve()))
-    if tokenizer.path is not None and (path := Path(tokenizer.path).expanduser()).exists():
-        tokenizer = dataclasses.replace(tokenizer, path=str(path.resolve()))
+    if data.path != DataConfig().path:
+        data = dataclasses.replace(data, path=_existing(data.path))
+    if data.sources is not None:
+        data = dataclasses.replace(data, sources={_existing(path): weight for path, weight in data.sources.items()})
+    if tokenizer.path is not None and not (is_hub_name(tokenizer.path) and _existing(tokenizer.path) == tokenizer.path):
+        tokenizer = dataclasses.replace(tokenizer, path=str(Path(tokenizer.path).expanduser().resolve()))
     model = recipe.model
-    if model.name not in presets() and (path := Path(model.name).expanduser()).exists():
-        model = dataclasses.replace(model, name=str(path.resolve()))
+    if model.name not in presets():
+        model = dataclasses.replace(model, name=_existing(model.name))
     folder = Path(recipe.output.dir or f"runs/{name}").expanduser().resolve()
     return dataclasses.replace(
         recipe,
@@ -273,6 +275,11 @@ def _resolve(recipe: Recipe, name: str) -> Recipe:
         method=dataclasses.replace(recipe.method, options=options),
         output=dataclasses.replace(recipe.output, dir=str(folder)),
     )
+
+
+def _existing(path: str) -> str:
+    """Return the absolute path of what exists, and any other name as it is."""
+    return str(found.resolve()) if (found := Path(path).expanduser()).exists() else path
 
 
 def _default(field: "dataclasses.Field[Any]") -> Any:

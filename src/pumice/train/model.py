@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pumice.errors import UserError, nearest
-from pumice.train.recipe import ModelConfig
+from pumice.train.recipe import ModelConfig, is_hub_name
 from pumice.train.tokenizer import check_vocabulary
 
 _PRESETS = resources.files("pumice") / "presets"
@@ -93,7 +93,7 @@ def _pretrained_fields(name: str, path: Path) -> Any:
                 f"model.name '{name}' is a folder without config.json: expected a model as transformers saves it"
             )
         fields = _read(path / "config.json")
-    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    elif not is_hub_name(name):
         raise UserError(
             f"model.name '{name}' does not exist: expected a folder with a model, or a hub name owner/model"
         )

@@ -1,10 +1,16 @@
 """The recipe of a run: one tree of frozen dataclasses."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from pumice.errors import UserError
 from pumice.train.arguments import TrainerConfig
+
+
+def is_hub_name(name: str) -> bool:
+    """Tell whether a name has the form ``owner/name``; a file or folder of that name goes first."""
+    return name.count("/") == 1 and not name.startswith((".", "~", "/")) and not any(c in name for c in "*?[")
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,15 @@ class DataConfig:
     """Which text to train on, and how it is parted and cut.
 
     Args:
-        path: A text file, a folder of text files, a .jsonl file or a folder of them, or ``python-sources``.
-        text_column: The column with the text; .jsonl only.
+        path: A file (.txt, .jsonl, .parquet, .arrow; .txt and .jsonl also as .gz, .zst, .xz), a folder or a pattern of
+            such files, a folder of ``Dataset.save_to_disk``, a hub name, or ``python-sources``.
+        sources: Several of them instead, and the weight of each: the share of training documents drawn from it. All
+            are drawn from until each is used up, so small ones repeat.
+        text_column: The column with the text.
+        subset: Configuration of a hub dataset.
+        streaming: Read while training, in bounded memory; needs trainer.max_steps and a tokenizer.
+        shuffle_buffer: Documents among which a stream is shuffled; 0 keeps its order.
+        validation_documents: Documents held out, from the start of a stream; ``streaming`` only.
         seq_len: Tokens of a block.
         validation_fraction: Share of the documents held out.
         site_packages: Read the installed packages too; ``python-sources`` only.
@@ -37,6 +50,11 @@ class DataConfig:
     text_column: str = "text"
     seq_len: int = 256
     validation_fraction: float = 0.02
+    sources: dict[str, float] | None = None
+    subset: str | None = None
+    streaming: bool = False
+    shuffle_buffer: int = 10_000
+    validation_documents: int = 1_000
     site_packages: bool = False
     max_documents: int | None = None
 
@@ -49,6 +67,17 @@ class DataConfig:
             raise UserError(
                 f"data.max_documents must be at least 2 (one to train on, one held out), got {self.max_documents}"
             )
+        for path, weight in (self.sources or {}).items():
+            if not (math.isfinite(weight) and weight > 0):
+                raise UserError(f"the weight of '{path}' in data.sources must be a finite number above 0, got {weight}")
+        if self.sources == {}:
+            raise UserError("data.sources is empty: name a source and its weight, or use data.path")
+        if self.shuffle_buffer < 0:
+            raise UserError(f"data.shuffle_buffer must not be negative, got {self.shuffle_buffer}")
+        if self.validation_documents < 1:
+            raise UserError(f"data.validation_documents must be at least 1, got {self.validation_documents}")
+        if self.streaming and self.max_documents is not None:
+            raise UserError("data.max_documents does not apply to a stream: limit it by trainer.max_steps")
 
 
 @dataclass(frozen=True)

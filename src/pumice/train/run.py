@@ -29,10 +29,10 @@ from pumice.integrations.transformers import (
     prepare_model,
 )
 from pumice.sparse import BlockSparseLinear, densify
-from pumice.train import checkpoints, summary
+from pumice.train import checkpoints, stream, summary
 from pumice.train.arguments import training_arguments
 from pumice.train.callbacks import MetricsFile, ProgressReport, read_metrics
-from pumice.train.data import load_documents, pack
+from pumice.train.data import Documents, load_documents, pack
 from pumice.train.evaluation import sequence_losses, token_average
 from pumice.train.folder import RunFolder
 from pumice.train.meter import Meter
@@ -49,7 +49,7 @@ class Prepared(NamedTuple):
     """What is trained, and on what."""
 
     tokenizer: PreTrainedTokenizerFast
-    train: datasets.Dataset
+    train: datasets.Dataset | stream.TokenStream
     validation: datasets.Dataset
     model: nn.Module
     callbacks: list[TopologyCallback]  # of the method
@@ -77,6 +77,7 @@ def run(recipe: Recipe, resume: str = "never") -> int:
     args = training_arguments(recipe.trainer, folder.path)
     config = build_config(recipe.model)
     check_seq_len(config, recipe.data.seq_len)
+    stream.check(recipe, is_pretrained(recipe.model))
     optimizer = optimizer_cls_and_kwargs(recipe.method.name, args, **recipe.method.options)
     _try_out(recipe, args, *optimizer, config)
     with args.main_process_first(local=False, desc="the output folder"):
@@ -124,16 +125,22 @@ def _try_out(
 def _prepare(recipe: Recipe, args: TrainingArguments, folder: RunFolder, anew: bool) -> Prepared:
     if anew and args.should_save:
         shutil.rmtree(folder.tokenizer, ignore_errors=True)  # of an attempt that never came to train
-    documents = load_documents(recipe.data, args.seed)
+    held = stream.hold_out(recipe.data, args.seed) if recipe.data.streaming else None
+    documents = Documents(held.documents, held.documents) if held else load_documents(recipe.data, args.seed)
     vocab_size = build_config(recipe.model).vocab_size
     pretrained = recipe.model.name if is_pretrained(recipe.model) else None
     tokenizer = build_tokenizer(recipe.tokenizer, documents.train, vocab_size, folder.tokenizer, pretrained)
-    train = pack(documents.train, tokenizer, recipe.data.seq_len)
+    train = (
+        stream.TokenStream(recipe.data, held, tokenizer, args.seed)
+        if held
+        else pack(documents.train, tokenizer, recipe.data.seq_len)
+    )
     validation = pack(documents.validation, tokenizer, recipe.data.seq_len, part="validation")
     model = build_model(build_config(recipe.model, tokenizer), args.seed, pretrained)
     logger.info(
         "%s tokens to train on, %s held out; vocabulary %s; %s with %s weights",
-        *(f"{len(part) * recipe.data.seq_len:,}" for part in (train, validation)),
+        f"{len(train) * recipe.data.seq_len:,}" if isinstance(train, datasets.Dataset) else "a stream of",
+        f"{len(validation) * recipe.data.seq_len:,}",
         f"{len(tokenizer):,}",
         recipe.model.name,
         f"{model.num_parameters():,}",
@@ -164,7 +171,9 @@ def _trainer(
         model=prepared.model,
         args=args,
         data_collator=collate,
-        train_dataset=prepared.train.with_format("torch"),
+        train_dataset=prepared.train.with_format("torch")
+        if isinstance(prepared.train, datasets.Dataset)
+        else prepared.train,
         eval_dataset=prepared.validation.with_format("torch"),
         processing_class=prepared.tokenizer,
         optimizer_cls_and_kwargs=optimizer,

@@ -10,7 +10,7 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pumice.errors import UserError
-from pumice.train.recipe import TokenizerConfig
+from pumice.train.recipe import TokenizerConfig, is_hub_name
 
 END_OF_TEXT = "<|endoftext|>"
 _USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
@@ -108,7 +108,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
         UserError: Nothing is there, it cannot be read, or it has no end-of-text token.
     """
     path = Path(source).expanduser()
-    on_hub = not path.exists() and source.count("/") == 1 and not source.startswith((".", "~", "/"))
+    on_hub = not path.exists() and is_hub_name(source)
     if not path.exists() and not on_hub:
         raise UserError(f"tokenizer.path '{path}' does not exist: expected a folder, a tokenizer.json or a hub name")
     try:

@@ -1,14 +1,20 @@
+import gzip
 import json
+import lzma
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from pumice.errors import UserError
-from pumice.train import data
+from pumice.train import data, sources
 from pumice.train.data import fingerprint, load_documents, pack
 from pumice.train.recipe import DataConfig
 from pumice.train.tokenizer import train_tokenizer
@@ -87,7 +93,7 @@ def test_python_sources_are_those_of_the_interpreter(tmp_path: Path, monkeypatch
             file.write_bytes(content)
         lib = str(tmp_path / place / "lib")
         paths = {"stdlib": lib, "purelib": f"{lib}/site-packages", "platlib": f"{lib}/site-packages"}
-        monkeypatch.setattr(data.sysconfig, "get_paths", lambda paths=paths: paths)
+        monkeypatch.setattr(sources.sysconfig, "get_paths", lambda paths=paths: paths)
         standard = ["# -*- coding: latin-1 -*-\n# ü\n", "# decoder\n", "z = 1\n"]
         assert everything(Path("python-sources")) == standard
         assert everything(Path("python-sources"), site_packages=True) == sorted([*standard, "# installed\n"])
@@ -190,9 +196,128 @@ def test_nothing_is_written_and_a_silenced_bar_is_silent(
     assert capfd.readouterr() == ("", "")
 
 
+ROWS = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+LONG = "".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(5000)).encode()
+TABLE = pa.table({"text": ["one", "two", "three"], "n": [1, 2, 3]})
+
+
+def zst(data: bytes) -> bytes:
+    buffer = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(buffer, "zstd") as stream:
+        stream.write(data)
+    return buffer.getvalue().to_pybytes()
+
+
+def arrow(table: pa.Table, kind: Callable[..., Any]) -> bytes:
+    buffer = pa.BufferOutputStream()
+    with kind(buffer, table.schema) as writer:
+        writer.write_table(table)
+    return buffer.getvalue().to_pybytes()
+
+
+def parquet(table: pa.Table) -> bytes:
+    buffer = pa.BufferOutputStream()
+    pyarrow.parquet.write_table(table, buffer)
+    return buffer.getvalue().to_pybytes()
+
+
+FORMATS = {
+    "a.jsonl": LINES,
+    "a.ndjson": LINES,
+    "a.jsonl.gz": gzip.compress(LINES),
+    "a.jsonl.xz": lzma.compress(LINES),
+    "a.jsonl.zst": zst(LINES),
+    "a.parquet": parquet(TABLE),
+    "a.arrow": arrow(TABLE, pa.ipc.new_file),
+    "b.arrow": arrow(TABLE, pa.ipc.new_stream),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_its_rows(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(FORMATS[name])
+    assert everything(tmp_path / name) == everything(tmp_path) == ["one", "three", "two"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".zst"])
+def test_text_files_may_be_compressed(suffix: str, tmp_path: Path) -> None:
+    pack_bytes = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zst}[suffix]
+    (tmp_path / f"a.txt{suffix}").write_bytes(pack_bytes("ü\nö".encode()))
+    assert "".join(everything(tmp_path / f"a.txt{suffix}")) in ("ü\nö", "öü\n")
+
+
+def test_a_folder_of_mixed_shards_an_empty_one_and_a_duplicate(tmp_path: Path) -> None:
+    for name, content in FORMATS.items():
+        (tmp_path / name).write_bytes(content)  # eight copies of the same three documents
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    (tmp_path / "empty.jsonl.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "empty.parquet").write_bytes(parquet(TABLE.slice(0, 0)))
+    (tmp_path / "more.txt").write_text("four")
+    assert everything(tmp_path) == ["four", "one", "three", "two"]
+    jsonl(tmp_path / "more.jsonl", [{"text": "five"}, {"text": "six"}])
+    assert everything(tmp_path / "m*.*") == ["five", "four", "six"]
+
+
+def test_a_saved_dataset(tmp_path: Path) -> None:
+    saved = datasets.Dataset.from_dict({"text": ["one", "two"], "n": [1, 2]})
+    saved.save_to_disk(tmp_path / "plain")
+    datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "split")
+    datasets.DatasetDict({"test": saved}).save_to_disk(tmp_path / "test")
+    assert everything(tmp_path / "plain") == everything(tmp_path / "split") == ["one", "two"]
+    with pytest.raises(UserError, match="no column 'body' among n, text"):
+        everything(tmp_path / "plain", text_column="body")
+    with pytest.raises(UserError, match="no split 'train' among test"):
+        everything(tmp_path / "test")
+
+
+def test_sources_are_drawn_by_their_weights_and_none_is_lost(tmp_path: Path) -> None:
+    names = []
+    for letter, count in (("a", 400), ("b", 100)):
+        names.append(str(jsonl(tmp_path / f"{letter}.jsonl", [{"text": f"{letter}{n}"} for n in range(count)])))
+    shared = jsonl(tmp_path / "c.jsonl", [{"text": "a1"}, {"text": "c"}, {"text": "d"}])
+    config = DataConfig(sources={names[0]: 1, names[1]: 1}, validation_fraction=0.1)
+    train, validation = load_documents(config, seed=0)
+    kinds = [text[0] for text in texts(train)]
+    assert kinds.count("a") / len(kinds) == pytest.approx(0.5, abs=0.06)
+    assert not set(texts(train)) & set(texts(validation))
+    assert len(set(texts(train))) == 450
+    assert len(validation) == 50
+    assert texts(load_documents(config, seed=0).train) == texts(train)
+    both = load_documents(DataConfig(sources={names[0]: 1, str(shared): 1}), seed=0)
+    assert texts(both.validation).count("a1") + ("a1" in texts(both.train)) == 1
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
+def test_a_weight_must_be_above_zero(weight: float) -> None:
+    with pytest.raises(UserError, match=r"the weight of 'a' in data\.sources must be a finite number above 0"):
+        DataConfig(sources={"a": weight})
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        (
+            "a.jsonl.gz",
+            gzip.compress(LONG)[:-200],
+            "'{path}' is damaged or not what its name says: Compressed file ended",
+        ),
+        ("a.jsonl.gz", LINES, "'{path}' is damaged or not what its name says: Not a gzipped file"),
+        (
+            "a.jsonl.xz",
+            lzma.compress(LONG)[:-200],
+            "'{path}' is damaged or not what its name says: Compressed file ended",
+        ),
+        ("a.jsonl.xz", LINES, "'{path}' is damaged or not what its name says: Input format not supported"),
+        ("a.jsonl.zst", zst(LONG)[:-200], "'{path}' cannot be read: Truncated compressed stream"),
+        ("a.jsonl.zst", LINES, "'{path}' cannot be read: ZSTD"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "\xe9"}\n'), "'{path}' is not UTF-8 at byte 10 (0xe9)"),
+        ("a.parquet", parquet(TABLE.drop_columns("text")), "'{path}': no column 'text' among n: set data.text_column"),
+        ("a.parquet", parquet(TABLE)[:-20], "'{path}' is damaged or not what its name says: "),
+        ("a.parquet", parquet(pa.table({"text": ["a", None]})), "'{path}', row 2: column 'text' must be a string"),
+        ("a.parquet", parquet(pa.table({"text": [1, 2]})), "'{path}', row 1: column 'text' must be a string, got int"),
+        ("a.arrow", arrow(TABLE.drop_columns("text"), pa.ipc.new_file), "'{path}': no column 'text' among n"),
+        ("a.arrow", b"no arrow at all", "'{path}' is damaged or not what its name says: "),
         ("a.txt", b"", "'{path}' holds no text"),
         ("a.txt", b" \n\n", "'{path}' holds no text"),
         ("a.jsonl", b"\n", "'{path}' holds no text"),
@@ -222,10 +347,10 @@ def test_what_is_wrong_with_a_file_is_said_with_the_place(
 
 
 def test_a_path_without_text_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"absent.txt' does not exist: expected a text file"):
+    with pytest.raises(UserError, match=r"absent.txt' does not exist: expected a file"):
         load_documents(DataConfig(path=str(tmp_path / "absent.txt")), seed=0)
     (tmp_path / "image.png").write_bytes(b"")
-    with pytest.raises(UserError, match=r"a folder without \.txt and \.jsonl files"):
+    with pytest.raises(UserError, match=r"a folder without files that can be read"):
         load_documents(DataConfig(path=str(tmp_path)), seed=0)
     (tmp_path / "loop.txt").symlink_to("loop.txt")
     with pytest.raises(UserError, match=r"loop\.txt' cannot be read: "):
