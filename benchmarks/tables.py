@@ -24,6 +24,7 @@ SCRIPTS = (
     "sparse_memory",
     "sparse_throughput",
     "dst_stability",
+    "stateless_sparse",
 )
 PLACE = re.compile(r"<!-- table: (?P<name>[\w.-]+) -->\n.*?<!-- end -->", re.DOTALL)
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from pumice.optim import SMET
-from pumice.sparse import BlockSparseLinear, Topology, sparsify
+from pumice.sparse import BlockSparseLinear, Topology, densify, sparsify
 from tests.distributed.processes import on_two_processes
 
 STEPS = 8
@@ -85,6 +85,18 @@ def ranks_agree_to_the_bit(rank: int, folder: str) -> None:
         assert torch.equal(*copies), name
 
 
+def densified_it_is_whole_on_every_rank(rank: int, folder: str) -> None:
+    here, alone = parts(True), parts(False)
+    train(*here, range(3))
+    train(*alone, range(3))
+    for one in (here, alone):
+        densify(one[0])
+    weights = [dict(one[0].named_parameters()) for one in (here, alone)]
+    for name in ("0.weight", "0.bias", "2.weight"):
+        assert not isinstance(weights[0][name], DTensor)
+        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-4, atol=1e-6)
+
+
 def checkpoint_across_an_update_loses_nothing(rank: int, folder: str) -> None:
     for bits in (32, 8):
         where = f"{folder}/smet{bits}"
@@ -115,7 +127,12 @@ def checkpoint_across_an_update_loses_nothing(rank: int, folder: str) -> None:
                 assert_same(*pair)
 
 
-CHECKS = (equals_one_process, ranks_agree_to_the_bit, checkpoint_across_an_update_loses_nothing)
+CHECKS = (
+    equals_one_process,
+    ranks_agree_to_the_bit,
+    densified_it_is_whole_on_every_rank,
+    checkpoint_across_an_update_loses_nothing,
+)
 
 
 def test_on_two_processes(tmp_path) -> None:

@@ -59,6 +59,23 @@ def test_the_trainer_trains_every_weight(model: PreTrainedModel, surroundings: d
     assert all(not torch.equal(weight, before[name]) for name, weight in model.named_parameters())
 
 
+def test_the_sparse_lines_train(surroundings: dict[str, Any]) -> None:
+    config = ModelConfig("llama-tiny", {"hidden_size": 64})  # a block of (1, 64) fits
+    surroundings["model"] = model = build_model(build_config(config), seed=0)
+    exec(blocks("python")[2], surroundings)
+    optimizer, topology = surroundings["optimizer"], surroundings["topology"]
+    losses = []
+    for batch in surroundings["batches"]:
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        topology.step(optimizer)
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    assert (topology.steps, len(topology.layers)) == (8, 14)
+
+
 def test_the_recipe_is_one(tmp_path: Path) -> None:
     (text,) = blocks("yaml")
     path = tmp_path / "mine.yaml"

@@ -35,6 +35,7 @@ def script(name: str) -> ModuleType:
         ("dst_stability", ["--parts", "late"]),
         ("sparse_memory", []),
         ("sparse_throughput", []),
+        ("stateless_sparse", ["--seeds", "1"]),
     ],
 )
 def test_every_script_runs_saves_and_makes_its_tables(name: str, arguments: list[str], tmp_path: Path) -> None:

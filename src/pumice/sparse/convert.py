@@ -6,12 +6,14 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pumice.errors import UserError, nearest
 from pumice.sparse.distribution import Distribution, active_blocks, check_density, matching
-from pumice.sparse.layout import BlockGrid, as_matrix, blank, grid_norms, real_entries
+from pumice.sparse.layout import BlockGrid, as_matrix, blank, grid_norms, real_entries, unpack
 from pumice.sparse.linear import BlockSparseLinear
 from pumice.sparse.selection import largest, random_scores
+from pumice.sparse.sharding import gathered
 
 Keep = Literal["magnitude", "random"]
 
@@ -105,7 +107,8 @@ def densify(model: nn.Module) -> nn.Module:
     """Replace block-sparse layers by the dense layers that they came from, in place; inactive weights are exactly zero.
 
     Args:
-        model: A model that :func:`sparsify` has returned.
+        model: A model that :func:`sparsify` has returned. If it is sharded (FSDP2), every rank gets the whole matrices,
+            for saving; it must not be trained any more.
 
     Returns:
         The model itself, or the new layer if ``model`` is a block-sparse layer. Frozen parameters stay frozen.
@@ -118,9 +121,13 @@ def densify(model: nn.Module) -> nn.Module:
         raise UserError("the model has no block-sparse layer to densify; call sparsify first")
     for name, layer in sparse.items():
         dense = _skeleton(layer.origin or nn.Linear(layer.in_features, layer.out_features, device="meta"))
-        weight = layer.weight if isinstance(dense, nn.Linear) else layer.weight.t()
+        weight = unpack(gathered(layer.values.detach()), layer.ids, layer.grid)
+        weight = weight if isinstance(dense, nn.Linear) else weight.t()
         dense.weight = nn.Parameter(weight.contiguous(), requires_grad=layer.values.requires_grad)
-        dense.register_parameter("bias", layer.bias)
+        bias = layer.bias
+        if isinstance(bias, DTensor):
+            bias = nn.Parameter(gathered(bias.detach()), requires_grad=bias.requires_grad)
+        dense.register_parameter("bias", bias)
         model = _replace(model, name, dense.train(layer.training))
     return model
 

@@ -1,4 +1,4 @@
-"""The recipes of published experiments: their budgets, as docs/recipes.md lists them, and a step at full architecture."""
+"""Recipes of published experiments: their budgets, as docs/recipes.md lists them, and a step at full architecture."""
 
 from pathlib import Path
 
@@ -39,6 +39,7 @@ def test_budget(name: str) -> None:
     assert row(name) in DOCUMENT.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if "-60m-" in name])
 def test_a_step_at_full_architecture(name: str, tmp_path: Path) -> None:
     recipe = load(name, ["--trainer.bf16", "false"])
