@@ -13,12 +13,13 @@ PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKER
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .NOTPARALLEL:
-.PHONY: help quickstart test slow check lint types contract pins clean
+.PHONY: help quickstart test slow test-axolotl check lint types contract pins clean
 
 help:
 	@echo "make quickstart   install, and train a small language model on Python's own source files"
 	@echo "make test         install the test extra, and run all tests"
 	@echo "make slow         run the tests of some minutes, which the others leave out"
+	@echo "make test-axolotl  the plugin in the released Axolotl, in an environment of its own"
 	@echo "make check        install the dev extra, and run lint, types, contract and test"
 	@echo "make lint | types | contract   one of them"
 	@echo "make pins         renew $(VERSIONS) from the newest versions"
@@ -32,6 +33,18 @@ test: $(INSTALLED)-test
 
 slow: $(INSTALLED)-test
 	$(PYTEST) -m slow
+
+# Axolotl pins what pumice has newer, and needs a GPU's packages only on a GPU: so its versions are listed, and it is
+# installed without what it asks for beyond them.
+AXOLOTL := .venv-axolotl
+test-axolotl: $(AXOLOTL)/installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 AXOLOTL_DO_NOT_TRACK=1 $(AXOLOTL)/bin/python -m pytest tests/hosts/test_axolotl.py
+
+$(AXOLOTL)/installed: constraints/axolotl.txt pyproject.toml
+	"$(PYTHON)" -m venv $(AXOLOTL)
+	$(AXOLOTL)/bin/python -m pip install --requirement constraints/axolotl.txt
+	$(AXOLOTL)/bin/python -m pip install --no-deps axolotl==0.19.0 --editable .
+	@touch $@
 
 check: lint types contract test
 
@@ -71,5 +84,5 @@ pins:
 	rm -rf .venv-pins
 
 clean:
-	rm -rf .venv .venv-ci .venv-pins .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-ci .venv-pins .venv-axolotl .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

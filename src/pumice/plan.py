@@ -185,7 +185,7 @@ def _config(name: str) -> PretrainedConfig:
 
 
 def _alternatives(planner: _Planner, case: _Case, card: int | None, sharding: Sharding) -> list[dict[str, Any]]:
-    """Plan methods × release × checkpointing, smallest peak first."""
+    """Plan methods × release × checkpointing, smallest peak first; without methods that the model is too small for."""
     rows = []
     own = (case.method, case.options)
     for method, chosen in (own, *(other for other in _ALTERNATIVES if other != own)):
@@ -194,7 +194,12 @@ def _alternatives(planner: _Planner, case: _Case, card: int | None, sharding: Sh
                 other = dataclasses.replace(
                     case, method=method, options=chosen, release=release, checkpointing=checkpointing
                 )
-                peak = planner(other).peak_bytes
+                try:
+                    peak = planner(other).peak_bytes
+                except (
+                    UserError
+                ):  # what is asked for has been planned before this; another method may not fit the model
+                    continue
                 rows.append(
                     {
                         "method": method,

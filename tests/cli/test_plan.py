@@ -16,6 +16,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_an_8b_model_on_a_card_of_24_gib(capsys: pytest.CaptureFixture[str]) -> None:
     words = "plan llama-3.1-8b --method sinkgd --release --checkpointing --seq-len 2048 --micro-batch 1 --gpu 24GiB"
     found = planned(capsys, *words.split())

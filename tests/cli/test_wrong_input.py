@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from pumice.cli import main
+from pumice.train.load import bundled
 from pumice.train.tokenizer import train_tokenizer
 
 CASES = {
-    "no recipe": (["train"], "one recipe, please, not none: a YAML file or one of: llama-60m, quickstart"),
+    "no recipe": (["train"], f"one recipe, please, not none: a YAML file or one of: {', '.join(bundled())}"),
     "two recipes": (
         ["train", "a", "b"],
-        "one recipe, please, not a and b: a YAML file or one of: llama-60m, quickstart",
+        f"one recipe, please, not a and b: a YAML file or one of: {', '.join(bundled())}",
     ),
     "unknown verb": (["trian"], "unknown verb 'trian': did you mean 'train'?"),
     "unknown recipe": (["train", "quickstat"], "unknown recipe 'quickstat': did you mean 'quickstart'?"),

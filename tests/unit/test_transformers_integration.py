@@ -9,6 +9,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from pumice.errors import UserError
+from pumice.integrations.hosts import require
 from pumice.integrations.transformers import OptimizerFactory, ReportOptimizer, describe, optimizer_cls_and_kwargs
 from pumice.optim import SinkGD
 from pumice.train.model import build_config, build_model
@@ -43,13 +44,15 @@ def test_in_trainer(model: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCa
     assert (group["rule"], group["initial_lr"], group["weight_decay"]) == ("sinkgd", 0.02, 0.1)
     assert (group["betas"], group["seed"], group["lr_scale"]) == ((0.9, 0.95), 7, 0.5)
     live, table = caplog.messages
-    assert live.startswith("optimizer pumice.optim.sinkgd.SinkGD (sinkgd: 14 tensors, 20,480 weights, adamw: 7 tensors")
+    assert live.startswith(
+        "optimizer pumice.optim.sinkgd.SinkGD (sinkgd: 14 tensors, 20,480 weights, 0.000 GiB, adamw: 7 tensors"
+    )
     assert "2 x model.layers.*.self_attn.q_proj.weight" in table
 
 
 def test_description_covers_every_weight(model: PreTrainedModel) -> None:
     text = describe(torch.optim.AdamW(model.parameters()))
-    assert text == "optimizer torch.optim.adamw.AdamW (adamw: 21 tensors, 53,408 weights)"
+    assert text == "optimizer torch.optim.adamw.AdamW (adamw: 21 tensors, 53,408 weights, 0.000 GiB)"
 
 
 def test_called_as_axolotl_does(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -131,3 +134,9 @@ def test_clipping_of_released_gradients_comes_from_the_arguments(tmp_path: Path)
     assert (kwargs["release"], kwargs["clip"]) == (True, 0.5)
     _, kwargs = optimizer_cls_and_kwargs("sinkgd", arguments(tmp_path, max_grad_norm=0.0), release=True)
     assert kwargs["clip"] is None
+
+
+def test_a_host_that_is_too_old() -> None:
+    require("transformers", "5.2")
+    with pytest.raises(UserError, match=r"^transformers [\d.]+ is too old for pumice: install transformers>=99$"):
+        require("transformers", "99")

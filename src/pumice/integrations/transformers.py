@@ -16,9 +16,11 @@ from transformers.trainer_callback import TrainerCallback
 
 from pumice import methods
 from pumice.errors import UserError
+from pumice.integrations.hosts import require
 from pumice.integrations.topology import TopologyCallback
 from pumice.optim import GradientRelease, SinkGD, routing
-from pumice.sparse import summary
+from pumice.optim.table import Total
+from pumice.sparse import BlockSparseLinear, summary
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +86,10 @@ def optimizer_cls_and_kwargs(
         options: The method's options.
 
     Raises:
-        UserError: Unknown method, an option that disagrees with ``args``, or gradients that cannot be released.
+        UserError: Unknown method, an option that disagrees with ``args``, gradients that cannot be released, or a
+            transformers that is too old.
     """
+    require("transformers", "5.2")
     released = {"release": True, "clip": _release_clip(args)} if release else {}
     return OptimizerFactory, {"method": method, **released, **settle(method, args, options)}
 
@@ -120,12 +124,18 @@ def prepare_model(method: str, model: nn.Module, args: Any, **options: Any) -> t
         The model to train, and callbacks for the Trainer.
 
     Raises:
-        UserError: Unknown method or option, or one that is not possible for the model.
+        UserError: Unknown method or option, one that is not possible for the model, or sparse layers that would not
+            train.
     """
     chosen = methods.get(method)
     settings = chosen.settings({key: value for key, value in options.items() if key not in TRAINERS_OWN})
     if chosen.prepare is not None:
         model = chosen.prepare(model, settings, args.seed)
+        if not any(isinstance(m, BlockSparseLinear) and m.values.requires_grad for m in model.modules()):
+            raise UserError(
+                f"{method} trains the weights of sparse layers, but all of them are frozen: unfreeze them, or train "
+                "an adapter without a sparse method"
+            )
     if (topology := chosen.topology) is None:
         return model, []
     # What a topology refuses is refused now; if the length of the run is not known yet, as for a long one.
@@ -171,6 +181,8 @@ def _agree(option: str, ours: Any, field: str, theirs: Any) -> None:
 class ReportOptimizer(TrainerCallback):
     """Logs, when training begins, which optimizer really runs, how it routes parameters, and what is sparse.
 
+    The line on the optimizer is shown in any case, on stderr where logging shows nothing of level INFO.
+
     Args:
         overrides: The method's option of that name.
         embeddings: The same.
@@ -182,7 +194,11 @@ class ReportOptimizer(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log at level INFO on the main process."""
         if state.is_world_process_zero:
-            logger.info(describe(kwargs["optimizer"]))
+            live = describe(kwargs["optimizer"])
+            if logger.isEnabledFor(logging.INFO):
+                logger.info(live)
+            else:
+                print(live, file=sys.stderr)
             if isinstance(_inner(kwargs["optimizer"]), SinkGD):
                 logger.info("%s", routing(kwargs["model"], *self._how))
             if (sparse := summary(kwargs["model"])).layers:
@@ -190,14 +206,18 @@ class ReportOptimizer(TrainerCallback):
 
 
 def describe(optimizer: Optimizer) -> str:
-    """Return one line on a live optimizer, wrapped by accelerate or not: its class and its routing."""
+    """Return one line on a live optimizer, wrapped by accelerate or not: its class, and what each rule trains."""
     inner = _inner(optimizer)
-    counts: dict[str, tuple[int, int]] = {}
+    totals: dict[str, Total] = {}
     for group in inner.param_groups:
-        rule = group.get("rule", type(inner).__name__.lower())
-        tensors, elements = counts.get(rule, (0, 0))
-        counts[rule] = tensors + len(group["params"]), elements + sum(p.numel() for p in group["params"])
-    routed = ", ".join(f"{rule}: {n} tensors, {elements:,} weights" for rule, (n, elements) in counts.items())
+        rule, params = group.get("rule", type(inner).__name__.lower()), group["params"]
+        elements, size = sum(p.numel() for p in params), sum(p.nbytes for p in params)
+        old = totals.get(rule, Total(0, 0, 0))
+        totals[rule] = Total(old.parameters + len(params), old.elements + elements, old.bytes + size)
+    routed = ", ".join(
+        f"{rule}: {total.parameters:,} tensors, {total.elements:,} weights, {total.bytes / 2**30:.3f} GiB"
+        for rule, total in totals.items()
+    )
     return f"optimizer {type(inner).__module__}.{type(inner).__qualname__} ({routed})"
 
 
