@@ -7,6 +7,7 @@ import pytest
 
 import pumice
 from pumice.cli import main
+from pumice.train.load import bundled
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> str:
@@ -29,7 +30,7 @@ def test_help_of_train_is_made_from_the_dataclasses(capsys: pytest.CaptureFixtur
     assert main(["train", "--help"]) == 0
     text = told(capsys)
     for part in (
-        "RECIPE is a YAML file or one of: llama-60m, quickstart",
+        f"RECIPE is a YAML file or one of: {', '.join(bundled())}",
         "--data.seq_len SEQ_LEN Tokens of a block. (type: int, default: 256)",
         "--trainer.max_steps MAX_STEPS",
         "--trainer.eval_strategy {no,steps,epoch}",

@@ -86,7 +86,7 @@ def test_table(run: Path, train: Callable[..., int], tmp_path: Path, capsys: pyt
     assert "the same with AdamW, GiB" in out
     assert "the old" in out
     assert f"model: {folder / 'model'}" in out
-    assert "optimizer torch.optim.adamw.AdamW (adamw: 21 tensors, 53,408 weights)" in err
+    assert "optimizer torch.optim.adamw.AdamW (adamw: 21 tensors, 53,408 weights, " in err
     assert "step 4/4  loss" in err
 
 

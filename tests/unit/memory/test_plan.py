@@ -83,7 +83,6 @@ def test_what_is_known_by_arithmetic() -> None:
     assert made.gradients == 4 * weights
     assert made.state == 8 * weights + 4 * tensors
     found = plan(timeline("adamw", True), made)
-    assert found.breakdown_bytes["gradients"] == 4 * weights
     assert found.peak_bytes == sum(found.breakdown_bytes.values())
 
 
