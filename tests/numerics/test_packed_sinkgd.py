@@ -142,6 +142,24 @@ def test_ramp_and_density_scaling(warmup: int, scaling: str) -> None:
         torch.testing.assert_close(moved, full * factor * ramp.view(-1, 1, 1), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_many_chunks_are_one_update(warmup: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer above a megabyte goes through in pieces, with one rate for all slots or one for each."""
+    updates = []
+    for limit in (1 << 20, 64):
+        monkeypatch.setattr("pumice.optim.packed.CHUNK_BYTES", limit)
+        layer = layer_of((1, 4))
+        options: dict[str, Any] = {"lr_scale": 1.0, "spectral_target": 1.0, "compile": False}
+        optimizer = SinkGD.from_model(layer, 0.01, warmup_steps=warmup, **options)
+        before = layer.values.detach().clone()
+        for step in range(3):
+            set_gradient(layer, normal(ROWS, COLS, seed=step))
+            optimizer.step()
+        updates.append(layer.values.detach() - before)
+    assert float(updates[0].abs().max()) > 0
+    torch.testing.assert_close(updates[1], updates[0], rtol=1e-5, atol=1e-7)
+
+
 def test_no_support_no_harm() -> None:
     """A gradient of zeros, and one with a single entry, move what they should and leave scales finite."""
     layer = layer_of((1, 4))

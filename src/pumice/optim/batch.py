@@ -85,9 +85,11 @@ class Member:
 
     @property
     def ramp(self) -> Tensor:
-        """Factors min(1, age / W) on the rates of local slots: float32 (slots,), or (1,) if all are 1."""
+        """Factors min(1, age / W) on the rates of local slots, 1 if W = 0: float32 (slots,)."""
         warmup = self.group["warmup_steps"]
-        return (self.ages / warmup).clamp(max=1.0) if warmup else torch.ones(1, device=self.weight.device)
+        if not warmup:
+            return torch.ones((), device=self.weight.device).expand(len(self.weight))
+        return (self.ages / warmup).clamp(max=1.0)
 
     @property
     def density_factor(self) -> float:
