@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from pumice.errors import UserError, nearest
 from pumice.optim import SMET, SinkGD
-from pumice.sparse import Topology, sparsify
+from pumice.sparse import BlockSparseLinear, Topology, sparsify
 from pumice.sparse.topology import Grow
 
 
@@ -189,7 +189,7 @@ class SparseOptions:
 def _sparsify(model: nn.Module, options: SparseOptions, seed: int) -> nn.Module:
     # transformers notes where a model was loaded from.
     trained = bool(getattr(getattr(model, "config", None), "_name_or_path", ""))
-    return sparsify(
+    model = sparsify(
         model,
         options.density,
         options.block_shape,
@@ -199,6 +199,12 @@ def _sparsify(model: nn.Module, options: SparseOptions, seed: int) -> nn.Module:
         options.keep or ("magnitude" if trained else "random"),
         (not trained) if options.rescale is None else options.rescale,
     )
+    if not any(isinstance(module, BlockSparseLinear) and module.values.requires_grad for module in model.modules()):
+        raise UserError(
+            "a sparse method trains the weights of sparse layers, but all of them are frozen: unfreeze them, or train "
+            "an adapter without a sparse method"
+        )
+    return model
 
 
 @dataclass(frozen=True)

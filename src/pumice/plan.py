@@ -196,9 +196,7 @@ def _alternatives(planner: _Planner, case: _Case, card: int | None, sharding: Sh
                 )
                 try:
                     peak = planner(other).peak_bytes
-                except (
-                    UserError
-                ):  # what is asked for has been planned before this; another method may not fit the model
+                except UserError:  # the case asked for has been planned already; another method may not fit the model
                     continue
                 rows.append(
                     {

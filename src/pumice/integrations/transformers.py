@@ -20,7 +20,7 @@ from pumice.integrations.hosts import require
 from pumice.integrations.topology import TopologyCallback
 from pumice.optim import GradientRelease, SinkGD, routing
 from pumice.optim.table import Total
-from pumice.sparse import BlockSparseLinear, summary
+from pumice.sparse import summary
 
 logger = logging.getLogger(__name__)
 
@@ -131,11 +131,6 @@ def prepare_model(method: str, model: nn.Module, args: Any, **options: Any) -> t
     settings = chosen.settings({key: value for key, value in options.items() if key not in TRAINERS_OWN})
     if chosen.prepare is not None:
         model = chosen.prepare(model, settings, args.seed)
-        if not any(isinstance(m, BlockSparseLinear) and m.values.requires_grad for m in model.modules()):
-            raise UserError(
-                f"{method} trains the weights of sparse layers, but all of them are frozen: unfreeze them, or train "
-                "an adapter without a sparse method"
-            )
     if (topology := chosen.topology) is None:
         return model, []
     # What a topology refuses is refused now; if the length of the run is not known yet, as for a long one.

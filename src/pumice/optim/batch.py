@@ -86,7 +86,7 @@ class Member:
     @property
     def ramp(self) -> Tensor:
         """Factors min(1, age / W) on the rates of local slots, 1 if W = 0: float32 (slots,)."""
-        warmup = self.group["warmup_steps"]
+        warmup: int = self.group["warmup_steps"]
         if not warmup:
             return torch.ones((), device=self.weight.device).expand(len(self.weight))
         return (self.ages / warmup).clamp(max=1.0)
